@@ -1,0 +1,113 @@
+"""Bundles: which byte of a slot row belongs to which expert, matrix and tile.
+
+A coded matrix is held as records in stored order, each int16 [8 stripes, H/16 tiles, 16 * bits].
+Stripe q is the q-th group of 16 of the record's 128 channels. Atom 8p + q is stripe q of records
+2p (its low side) and 2p + 1 (its high side); the same formula serves w1, w3 and w2.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from qsrt_runtime.format.geometry import ATOM, SLOTS_PER_PAIR, TILE, Geometry
+from qsrt_runtime.format.rates import stored_bits
+
+MATRICES = ("w1", "w3", "w2")  # the order inside a bundle
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One coded matrix [K inputs, N outputs] in stored order.
+
+    records: int16 [8, H/16, 16 * bits] each.   suh: [K] float16.   svh: [N] float16.
+    """
+
+    records: tuple[torch.Tensor, ...]
+    suh: torch.Tensor
+    svh: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Expert:
+    """The three coded matrices of one expert and their rate modes."""
+
+    w1: Matrix
+    w3: Matrix
+    w2: Matrix
+    mode13: int
+    mode2: int
+
+    @property
+    def shared_scales(self) -> torch.Tensor:
+        """The vectors on the hidden side, not in bundles: w1.suh, w3.suh, w2.svh, [3, H]."""
+        return torch.stack([self.w1.suh, self.w3.suh, self.w2.svh])
+
+
+def record_bits_of(words: torch.Tensor) -> int:
+    """The bits a weight of one record's words [..., 16 * bits]."""
+    return words.shape[-1] // TILE
+
+
+def pack_expert(expert: Expert) -> torch.Tensor:
+    """The bundles of an expert by logical atom: [I/32, bundle bytes] uint8."""
+    trellis = [_pack_trellis(m.records) for m in (expert.w1, expert.w3, expert.w2)]
+    local = [_pack_local(v) for v in (expert.w1.svh, expert.w3.svh, expert.w2.suh)]
+    return torch.cat(trellis + local, dim=1)
+
+
+def unpack_expert(
+    bundles: torch.Tensor, shared_scales: torch.Tensor, modes: tuple[int, int], geometry: Geometry
+) -> Expert:
+    """The inverse of pack_expert.
+
+    bundles: [I/32, bundle bytes] uint8 by logical atom.   shared_scales: [3, H] float16.
+    modes: the rate mode of w1 and w3, and that of w2.
+    """
+    size = geometry.trellis_bytes
+    local_start = 3 * size
+    local = [
+        _unpack_local(bundles[:, local_start + 2 * ATOM * i : local_start + 2 * ATOM * (i + 1)])
+        for i in range(3)
+    ]
+    records = [
+        _unpack_trellis(bundles[:, size * i : size * (i + 1)], modes[i == 2], geometry)
+        for i in range(3)
+    ]
+    return Expert(
+        w1=Matrix(records[0], shared_scales[0], local[0]),
+        w3=Matrix(records[1], shared_scales[1], local[1]),
+        w2=Matrix(records[2], local[2], shared_scales[2]),
+        mode13=modes[0],
+        mode2=modes[1],
+    )
+
+
+def _pack_trellis(records: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    pairs = [
+        torch.cat([low.flatten(1), high.flatten(1)], dim=1)
+        for low, high in zip(records[::2], records[1::2], strict=True)
+    ]
+    return torch.cat(pairs).contiguous().view(torch.uint8)
+
+
+def _unpack_trellis(
+    part: torch.Tensor, mode: int, geometry: Geometry
+) -> tuple[torch.Tensor, ...]:
+    words = part.contiguous().view(torch.int16).unflatten(0, (-1, SLOTS_PER_PAIR))
+    bits = stored_bits(mode, geometry.records)
+    records = []
+    for pair in range(geometry.pairs):
+        low = geometry.hidden_tiles * TILE * bits[2 * pair]
+        sides = (words[pair, :, :low], words[pair, :, low:])
+        records += [side.unflatten(1, (geometry.hidden_tiles, -1)) for side in sides]
+    return tuple(records)
+
+
+def _pack_local(vector: torch.Tensor) -> torch.Tensor:
+    sides = vector.view(-1, 2, SLOTS_PER_PAIR, TILE).transpose(1, 2)
+    return sides.reshape(-1, ATOM).contiguous().view(torch.uint8)
+
+
+def _unpack_local(part: torch.Tensor) -> torch.Tensor:
+    atoms = part.contiguous().view(torch.float16)
+    return atoms.view(-1, SLOTS_PER_PAIR, 2, TILE).transpose(1, 2).flatten()

@@ -1,0 +1,354 @@
+"""Read and write one layer file.
+
+Three U8 tensors: a format byte for every expert, the scale vectors of the hidden side, and the
+slab `qsrt_atoms` whose row s holds, in ascending expert order, the bundles that stand in slot s.
+"""
+
+import ctypes
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from qsrt_runtime.format import atom, codebook, paths, rates, schema, tensorfile
+from qsrt_runtime.format.errors import FormatError
+from qsrt_runtime.format.geometry import (
+    ALIGNMENT,
+    ATOM,
+    RECORD,
+    ROTATION_MULTIPLIER,
+    Geometry,
+    align,
+)
+
+FRUIT = "kquant_fruit_qsrt_atoms_v1"  # the generic schema, the one that we write
+KIMI = "kquant_kimi_k3_qsrt_atoms_v1"
+ENCODING = "qsrt_sqg_e4m3"
+PROFILE_ID = 1
+FORMAT_SECTION = "_qsrt_format_section"
+SCALE_SECTION = "_qsrt_shared_scale_section"
+ATOMS = "qsrt_atoms"
+_SCHEMA_FILES = {FRUIT: "layer", KIMI: "published-kimi-layer"}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's routed experts as stored.
+
+    format_codes: [E] uint8, (mode of w1 and w3) << 4 | mode of w2, or 0xFF for X4T.
+    shared_scales: [3, rows, H] float16, w1.suh, w3.suh, w2.svh; rows is E, or 1 when shared.
+    atoms: [I/32, slot stride] uint8, the slab.
+    source_sha256, encoder_fingerprint: 64 hex digits; None in the Kimi schema.
+    """
+
+    layer: int
+    schema: str
+    geometry: Geometry
+    format_codes: torch.Tensor
+    shared_scales: torch.Tensor
+    atoms: torch.Tensor
+    source_sha256: str | None
+    encoder_fingerprint: str | None
+
+
+def layer_metadata(
+    geometry: Geometry, layer: int, compressed: int, source_sha256: str, encoder_fingerprint: str
+) -> dict[str, str]:
+    """The metadata of a layer file that we write (schema FRUIT)."""
+    rows = geometry.experts
+    return _common_metadata(geometry, layer, compressed, FRUIT) | {
+        "codebook": codebook.NAME,
+        "record_channels": str(RECORD),
+        "pair_count": str(geometry.pairs),
+        "format_section_bytes": str(align(geometry.experts)),
+        "shared_scale_rows": str(rows),
+        "shared_scale_section_bytes": str(align(6 * rows * geometry.hidden)),
+        "rotation_multiplier": str(ROTATION_MULTIPLIER),
+        "source_sha256": source_sha256,
+        "encoder_fingerprint": encoder_fingerprint,
+    }
+
+
+def layer_header(metadata: dict[str, str], geometry: Geometry) -> bytes:
+    """The header bytes of a layer file that we write, every expert compressed."""
+    tensors = {
+        FORMAT_SECTION: ("U8", (int(metadata["format_section_bytes"]),)),
+        SCALE_SECTION: ("U8", (int(metadata["shared_scale_section_bytes"]),)),
+        ATOMS: ("U8", (geometry.slots, geometry.slot_stride(geometry.experts))),
+    }
+    return tensorfile.header_bytes(metadata, tensorfile.layout(tensors))
+
+
+def layer_file_bytes(geometry: Geometry) -> int:
+    """Size of the layer file that we write, header included."""
+    metadata = layer_metadata(geometry, 0, geometry.experts, "0" * 64, "0" * 64)
+    return (
+        len(layer_header(metadata, geometry))
+        + align(geometry.experts)
+        + align(6 * geometry.experts * geometry.hidden)
+        + geometry.slots * geometry.slot_stride(geometry.experts)
+    )
+
+
+class LayerWriter:
+    """Writes one layer file expert by expert, beside its place, and renames it when whole.
+
+    Use as a context manager; an exception leaves nothing behind. After the block, `sha256` and
+    `size` describe the file.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        geometry: Geometry,
+        layer: int,
+        source_sha256: str,
+        encoder_fingerprint: str,
+    ) -> None:
+        self.path, self.geometry, self.layer = path, geometry, layer
+        metadata = layer_metadata(
+            geometry, layer, geometry.experts, source_sha256, encoder_fingerprint
+        )
+        schema.check(_schema_view(metadata), _SCHEMA_FILES[FRUIT], str(path))
+        self._header = layer_header(metadata, geometry)
+        self._codes = torch.zeros(align(geometry.experts), dtype=torch.uint8)
+        self._scales = torch.zeros(3, geometry.experts, geometry.hidden, dtype=torch.float16)
+        self._written: set[int] = set()
+        self.sha256, self.size = "", 0
+
+    def __enter__(self) -> "LayerWriter":
+        self._partial = paths.partial_name(self.path)
+        self._file = self._partial.open("wb")
+        self._file.truncate(layer_file_bytes(self.geometry))  # zeros where nothing is written
+        return self
+
+    def write_expert(self, expert: int, coded: atom.Expert) -> None:
+        """Put one expert's bundles into their slots."""
+        scales = coded.shared_scales.cpu()
+        bundles = atom.pack_expert(coded).cpu()
+        if not (torch.isfinite(scales).all() and torch.isfinite(_local_scales(bundles)).all()):
+            raise FormatError(f"layer {self.layer} expert {expert}: a scale is not finite")
+        geometry = self.geometry
+        start = self._slab_offset + expert * geometry.bundle_bytes
+        stride = geometry.slot_stride(geometry.experts)
+        for slot, bundle in zip(
+            geometry.physical_slots(self.layer, expert), bundles, strict=True
+        ):
+            self._file.seek(start + slot * stride)
+            self._file.write(_bytes(bundle))
+        self._codes[expert] = rates.format_code(coded.mode13, coded.mode2)
+        self._scales[:, expert] = scales
+        self._written.add(expert)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            self._file.close()
+            self._partial.unlink(missing_ok=True)
+
+    @property
+    def _slab_offset(self) -> int:
+        return len(self._header) + len(self._codes) + align(2 * self._scales.numel())
+
+    def _finish(self) -> None:
+        missing = sorted(set(range(self.geometry.experts)) - self._written)
+        if missing:
+            raise FormatError(f"layer {self.layer}: expert {missing[0]} was not written")
+        self._file.seek(0)
+        for part in (self._header, _bytes(self._codes), _bytes(self._scales)):
+            self._file.write(part)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self.sha256 = paths.sha256_file(self._partial)
+        self.size = self._partial.stat().st_size
+        self._partial.replace(self.path)
+        paths.sync_folder(self.path.parent)
+
+
+def read_layer(path: Path, slots: range | None = None) -> Layer:
+    """Read and check a layer file, whole or a run of slots of its slab.
+
+    Refuses, with FormatError, whatever the format does not allow: header, sections, codes,
+    padding, scales that are not finite. An X4T expert is listed, and refused on use.
+    """
+    header = tensorfile.read_header(path)
+    kind = header.metadata.get("schema")
+    if kind not in _SCHEMA_FILES:
+        raise FormatError(f"{path}: schema {kind!r} is not one of {sorted(_SCHEMA_FILES)}")
+    view = _schema_view(header.metadata, header)
+    schema.check(view, _SCHEMA_FILES[kind], str(path))
+    geometry = _checked_geometry(header)
+    with safe_open(path, framework="pt") as file:
+        section = file.get_tensor(FORMAT_SECTION)
+        scale_section = file.get_tensor(SCALE_SECTION)
+        slab = file.get_slice(ATOMS)
+        atoms = slab[:] if slots is None else slab[slots.start : slots.stop]
+    rows = geometry.experts if kind == FRUIT else 1
+    scale_bytes = 6 * rows * geometry.hidden
+    _require_zero(section[geometry.experts :], path, FORMAT_SECTION)
+    _require_zero(scale_section[scale_bytes:], path, SCALE_SECTION)
+    scales = scale_section[:scale_bytes].view(torch.float16)
+    layer = Layer(
+        layer=int(header.metadata["layer"]),
+        schema=kind,
+        geometry=geometry,
+        format_codes=section[: geometry.experts].clone(),
+        shared_scales=scales.view(3, rows, geometry.hidden).clone(),
+        atoms=atoms,
+        source_sha256=header.metadata.get("source_sha256"),
+        encoder_fingerprint=header.metadata.get("encoder_fingerprint"),
+    )
+    _check_content(layer, int(header.metadata["x4t_experts"]), path)
+    return layer
+
+
+def expert_modes(layer: Layer, expert: int) -> tuple[int, int]:
+    """(mode of w1 and w3, mode of w2); FormatError for X4T and unknown nibbles."""
+    where = f"layer {layer.layer} expert {expert}"
+    return rates.modes_of_code(int(layer.format_codes[expert]), layer.geometry.records, where)
+
+
+def expert_bundles(layer: Layer, expert: int) -> torch.Tensor:
+    """One expert's bundles by logical atom: [I/32, bundle bytes] uint8, from a whole slab."""
+    start = _place(layer, expert) * layer.geometry.bundle_bytes
+    slots = torch.tensor(layer.geometry.physical_slots(layer.layer, expert))
+    return layer.atoms[slots, start : start + layer.geometry.bundle_bytes]
+
+
+def unpack_expert(layer: Layer, expert: int) -> atom.Expert:
+    """One expert's coded matrices."""
+    modes = expert_modes(layer, expert)
+    row = expert if layer.shared_scales.shape[1] > 1 else 0
+    return atom.unpack_expert(
+        expert_bundles(layer, expert), layer.shared_scales[:, row], modes, layer.geometry
+    )
+
+
+def _place(layer: Layer, expert: int) -> int:
+    """How many compressed experts stand before this one in each slot."""
+    return int((layer.format_codes[:expert] != rates.X4T).sum())
+
+
+def _common_metadata(
+    geometry: Geometry, layer: int, compressed: int, kind: str
+) -> dict[str, str]:
+    return {
+        "format": "pt",
+        "schema": kind,
+        "version": "1",
+        "encoding": ENCODING,
+        "layer": str(layer),
+        "experts": str(geometry.experts),
+        "compressed_experts": str(compressed),
+        "x4t_experts": str(geometry.experts - compressed),
+        "intermediate_channels": str(geometry.intermediate),
+        "latent_channels": str(geometry.hidden),
+        "atom_channels": str(ATOM),
+        "atom_slots": str(geometry.slots),
+        "atom_bundle_bytes": str(geometry.bundle_bytes),
+        "atom_slot_payload_bytes": str(compressed * geometry.bundle_bytes),
+        "atom_slot_stride_bytes": str(geometry.slot_stride(compressed)),
+        "alignment_bytes": str(ALIGNMENT),
+        "profile_id": str(PROFILE_ID),
+    }
+
+
+def _schema_view(
+    metadata: dict[str, str], header: tensorfile.Header | None = None
+) -> dict[str, Any]:
+    """What layer.schema.json describes: the metadata, and dtype and shape of each tensor."""
+    view: dict[str, Any] = {"metadata": metadata}
+    if header is not None:
+        view["tensors"] = {
+            name: {"dtype": entry.dtype, "shape": list(entry.shape)}
+            for name, entry in header.tensors.items()
+        }
+    return view
+
+
+def _checked_geometry(header: tensorfile.Header) -> Geometry:
+    """The geometry, once every derived field of the header equals what it follows from it."""
+    metadata, path = header.metadata, header.path
+    geometry = Geometry(
+        hidden=int(metadata["latent_channels"]),
+        intermediate=int(metadata["intermediate_channels"]),
+        experts=int(metadata["experts"]),
+    )
+    compressed, layer = int(metadata["compressed_experts"]), int(metadata["layer"])
+    if metadata["schema"] == FRUIT:
+        expected = layer_metadata(
+            geometry,
+            layer,
+            compressed,
+            metadata["source_sha256"],
+            metadata["encoder_fingerprint"],
+        )
+        rows = geometry.experts
+    else:
+        expected = _common_metadata(geometry, layer, compressed, KIMI)
+        rows = 1
+    for key, value in expected.items():
+        if metadata[key] != value:
+            raise FormatError(
+                f"{path}: {key} is {metadata[key]}, expected {value} for "
+                f"{geometry.experts} experts of {geometry.hidden} x {geometry.intermediate}"
+            )
+    shapes = {
+        FORMAT_SECTION: (align(geometry.experts),),
+        SCALE_SECTION: (align(6 * rows * geometry.hidden),),
+        ATOMS: (geometry.slots, geometry.slot_stride(compressed)),
+    }
+    if list(header.tensors) != list(shapes):
+        raise FormatError(
+            f"{path}: tensors lie in order {list(header.tensors)}, expected {list(shapes)}"
+        )
+    for name, shape in shapes.items():
+        if header.tensors[name].shape != shape:
+            raise FormatError(
+                f"{path}: {name} has shape {list(header.tensors[name].shape)}, "
+                f"its metadata says {list(shape)}"
+            )
+    return geometry
+
+
+def _check_content(layer: Layer, x4t_experts: int, path: Path) -> None:
+    found = int((layer.format_codes == rates.X4T).sum())
+    if found != x4t_experts:
+        raise FormatError(f"{path}: {found} X4T format codes, its metadata says {x4t_experts}")
+    compressed = layer.geometry.experts - found
+    for expert in range(layer.geometry.experts):
+        if int(layer.format_codes[expert]) != rates.X4T:
+            expert_modes(layer, expert)
+    if not torch.isfinite(layer.shared_scales).all():
+        raise FormatError(f"{path}: {SCALE_SECTION} holds a scale that is not finite")
+    payload = compressed * layer.geometry.bundle_bytes
+    _require_zero(layer.atoms[:, payload:], path, ATOMS)
+    bundles = layer.atoms[:, :payload].unflatten(1, (compressed, layer.geometry.bundle_bytes))
+    if not torch.isfinite(_local_scales(bundles)).all():
+        raise FormatError(f"{path}: {ATOMS} holds a local scale that is not finite")
+
+
+def _local_scales(bundles: torch.Tensor) -> torch.Tensor:
+    """The scale parts of bundles [..., bundle bytes] uint8: [..., 96] float16."""
+    return bundles[..., -6 * ATOM :].contiguous().view(torch.float16)
+
+
+def _require_zero(padding: torch.Tensor, path: Path, name: str) -> None:
+    if padding.any():
+        raise FormatError(f"{path}: {name} has padding that is not zero")
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    tensor = tensor.contiguous()
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)

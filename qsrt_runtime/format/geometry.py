@@ -1,0 +1,105 @@
+"""Channels, records, pairs, atoms, slots and byte sizes of one layer."""
+
+from dataclasses import dataclass
+
+from qsrt_runtime.format.errors import FormatError
+
+TILE = 16  # rows and columns of a tile
+RECORD = 128  # intermediate channels of a record, and the Hadamard block
+ATOM = 32  # intermediate channels of an atom: 16 of a low record, 16 of a high one
+SLOTS_PER_PAIR = 8
+ALIGNMENT = 4096
+ROTATION_MULTIPLIER = 5
+# Low and high side of each of three matrices: what the field also calls atoms ("96 an expert").
+SIDES_PER_SLOT = 6
+
+
+def align(size: int, alignment: int = ALIGNMENT) -> int:
+    """Round a byte count up to a multiple of the alignment."""
+    return -(-size // alignment) * alignment
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The sizes of one layer's routed experts, as stored.
+
+    hidden: H, a multiple of 128.   intermediate: I, a multiple of 256.   experts: E, at least 1.
+    """
+
+    hidden: int
+    intermediate: int
+    experts: int
+
+    def __post_init__(self) -> None:
+        if self.hidden <= 0 or self.hidden % RECORD:
+            raise FormatError(
+                f"hidden size {self.hidden} is not a positive multiple of {RECORD}; "
+                "this version stores no padded sizes"
+            )
+        if self.intermediate <= 0 or self.intermediate % (2 * RECORD):
+            raise FormatError(
+                f"expert intermediate size {self.intermediate} is not a positive multiple of "
+                f"{2 * RECORD}; this version stores no padded sizes"
+            )
+        if self.experts <= 0:
+            raise FormatError(f"{self.experts} experts; a layer holds at least one")
+
+    @property
+    def records(self) -> int:
+        return self.intermediate // RECORD
+
+    @property
+    def pairs(self) -> int:
+        return self.records // 2
+
+    @property
+    def slots(self) -> int:
+        return self.intermediate // ATOM
+
+    @property
+    def hidden_tiles(self) -> int:
+        return self.hidden // TILE
+
+    @property
+    def atoms_per_expert(self) -> int:
+        return self.slots * SIDES_PER_SLOT
+
+    @property
+    def weights_per_expert(self) -> int:
+        return 3 * self.hidden * self.intermediate
+
+    @property
+    def trellis_bytes(self) -> int:
+        """Bytes of one matrix in one bundle; the same for P33 and P24."""
+        return 12 * self.hidden
+
+    @property
+    def bundle_bytes(self) -> int:
+        """Bytes of one expert in one slot: three trellis parts and three local scale parts."""
+        return 3 * (self.trellis_bytes + 2 * ATOM)
+
+    @property
+    def profile(self) -> str:
+        """`fruit` for the canonical geometry (16 slots, 96 atoms an expert), else `generic`."""
+        return "fruit" if (self.hidden, self.intermediate) == (1024, 512) else "generic"
+
+    def slot_stride(self, compressed: int) -> int:
+        """Bytes from one slot row to the next when `compressed` experts are in the slab."""
+        return align(compressed * self.bundle_bytes)
+
+    def physical_slots(self, layer: int, expert: int) -> list[int]:
+        """The slot in which each logical atom of an expert stands. Whole pairs move."""
+        shift = SLOTS_PER_PAIR * ((ROTATION_MULTIPLIER * expert + layer) % self.pairs)
+        return [(atom + shift) % self.slots for atom in range(self.slots)]
+
+
+def extent(count: int, parts: int, index: int) -> range:
+    """The consecutive share `index` of `count` slots (or pairs) over `parts` parts.
+
+    The first count % parts shares have one more. Raises ValueError when a share would be empty.
+    """
+    if not 1 <= parts <= count or not 0 <= index < parts:
+        raise ValueError(f"part {index} of {parts} of {count}: need 0 <= index < parts <= count")
+    base, more = divmod(count, parts)
+    start = index * base + min(index, more)
+    return range(start, start + base + (index < more))

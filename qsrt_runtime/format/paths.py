@@ -1,0 +1,105 @@
+"""Names and files on disk: safe relative names, links, digests, durable renames."""
+
+import hashlib
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from qsrt_runtime.format.errors import FormatError
+
+HUB_CACHE = ".cache/huggingface"  # what a Hub download leaves inside a folder
+_CHUNK = 1 << 22
+_DRIVE = re.compile(r"^[A-Za-z]:")
+
+
+def relative_name(name: Any, where: str) -> str:
+    """The name if it is a plain relative posix path inside its folder, else FormatError."""
+    if not isinstance(name, str):
+        raise FormatError(f"{where}: file name {name!r} is not a string")
+    parts = PurePosixPath(name).parts
+    safe = (
+        name
+        and parts
+        and not name.startswith("/")
+        and not _DRIVE.match(name)
+        and not any(c in name for c in "\\\0\n\r")
+        and "/".join(parts) == name
+        and not any(part in (".", "..") for part in parts)
+    )
+    if not safe:
+        raise FormatError(
+            f"{where}: file name {name!r} is not a plain relative path inside the folder"
+        )
+    return name
+
+
+def regular_file(path: Path, root: Path) -> None:
+    """Refuse what is not a regular file of this folder.
+
+    A link counts as one if it resolves to a file in the sibling `blobs` folder of a Hub cache
+    snapshot (.../snapshots/REVISION), as the Hub's own cache stores it.
+    """
+    if path.is_symlink():
+        blobs = root.absolute().parent.parent / "blobs"
+        in_cache = root.absolute().parent.name == "snapshots"
+        target = path.resolve()
+        if not (in_cache and target.parent == blobs.resolve()):
+            raise FormatError(
+                f"{path} is a link to {os.readlink(path)}, outside the folder; "
+                "copy the file itself"
+            )
+        if not target.is_file():
+            raise FormatError(f"{path} is a link to {target}, which is missing; fetch it again")
+    elif not path.is_file():
+        raise FormatError(f"{path} is missing or not a regular file")
+
+
+def files_below(root: Path) -> list[str]:
+    """Relative names of all files and links below a folder, sorted, less the Hub's own cache."""
+    names = []
+    for folder, folders, files in os.walk(root):
+        base = Path(folder)
+        links = [name for name in folders if (base / name).is_symlink()]
+        names += [(base / name).relative_to(root).as_posix() for name in files + links]
+    return sorted(name for name in names if not name.startswith(HUB_CACHE + "/"))
+
+
+def sha256_file(path: Path, advance: Callable[[int], None] | None = None) -> str:
+    """SHA-256 of a file, 64 hex digits. advance is called with the bytes read since last time."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+            if advance is not None:
+                advance(len(chunk))
+    return digest.hexdigest()
+
+
+def partial_name(path: Path) -> Path:
+    """The name under which a file is written before it is renamed into place."""
+    return path.with_name(path.name + ".partial")
+
+
+def write_file(path: Path, data: bytes) -> None:
+    """Write a file beside its place, sync it and rename it."""
+    partial = partial_name(path)
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in a folder durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
