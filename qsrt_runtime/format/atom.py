@@ -90,9 +90,7 @@ def _pack_trellis(records: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return torch.cat(pairs).contiguous().view(torch.uint8)
 
 
-def _unpack_trellis(
-    part: torch.Tensor, mode: int, geometry: Geometry
-) -> tuple[torch.Tensor, ...]:
+def _unpack_trellis(part: torch.Tensor, mode: int, geometry: Geometry) -> tuple[torch.Tensor, ...]:
     words = part.contiguous().view(torch.int16).unflatten(0, (-1, SLOTS_PER_PAIR))
     bits = stored_bits(mode, geometry.records)
     records = []

@@ -135,9 +135,7 @@ class LayerWriter:
         geometry = self.geometry
         start = self._slab_offset + expert * geometry.bundle_bytes
         stride = geometry.slot_stride(geometry.experts)
-        for slot, bundle in zip(
-            geometry.physical_slots(self.layer, expert), bundles, strict=True
-        ):
+        for slot, bundle in zip(geometry.physical_slots(self.layer, expert), bundles, strict=True):
             self._file.seek(start + slot * stride)
             self._file.write(_bytes(bundle))
         self._codes[expert] = rates.format_code(coded.mode13, coded.mode2)
@@ -240,9 +238,7 @@ def _place(layer: Layer, expert: int) -> int:
     return int((layer.format_codes[:expert] != rates.X4T).sum())
 
 
-def _common_metadata(
-    geometry: Geometry, layer: int, compressed: int, kind: str
-) -> dict[str, str]:
+def _common_metadata(geometry: Geometry, layer: int, compressed: int, kind: str) -> dict[str, str]:
     return {
         "format": "pt",
         "schema": kind,

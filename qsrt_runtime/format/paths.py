@@ -47,8 +47,7 @@ def regular_file(path: Path, root: Path) -> None:
         target = path.resolve()
         if not (in_cache and target.parent == blobs.resolve()):
             raise FormatError(
-                f"{path} is a link to {os.readlink(path)}, outside the folder; "
-                "copy the file itself"
+                f"{path} is a link to {os.readlink(path)}, outside the folder; copy the file itself"
             )
         if not target.is_file():
             raise FormatError(f"{path} is a link to {target}, which is missing; fetch it again")

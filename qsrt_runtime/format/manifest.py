@@ -1,0 +1,305 @@
+"""The documents of a package and the cross-field rules that a schema cannot say.
+
+Every rule about two fields, or two files, that must agree stands here; what one field may hold
+stands in schemas/.
+"""
+
+import base64
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from qsrt_runtime.format import codebook, container, rates, schema
+from qsrt_runtime.format.container import Layer
+from qsrt_runtime.format.errors import FormatError
+from qsrt_runtime.format.geometry import Geometry
+from qsrt_runtime.format.paths import relative_name
+
+MANIFEST = "qsrt-manifest.json"
+CHECKSUMS = "MANIFEST.sha256"
+MARKER = "QSRT_COMPLETE.json"
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+REQUIRED_FILES = (CONFIG, INDEX, MANIFEST)
+PRODUCER = "qsrt"
+SOURCE_KIND = "safetensors_manifest"
+STORAGE_FORMAT = "qsrt_atoms_v1"
+ACTIVATIONS = ("silu", "situ")
+SITU_BETA = 4.0
+SITU_LINEAR_BETA = 25.0
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The parsed JSON files of a package, each checked against its schema."""
+
+    config: dict[str, Any]
+    manifest: dict[str, Any]
+    marker: dict[str, Any]
+    index: dict[str, Any]
+
+    @property
+    def is_ours(self) -> bool:
+        return is_ours(self.manifest)
+
+    @property
+    def quantization(self) -> dict[str, Any]:
+        return self.config["quantization_config"]
+
+
+def is_ours(manifest: Any) -> bool:
+    """Whether the strict schemas apply: producer.name is `qsrt`."""
+    producer = manifest.get("producer") if isinstance(manifest, dict) else None
+    return isinstance(producer, dict) and producer.get("name") == PRODUCER
+
+
+def layer_file_name(layer: int) -> str:
+    return f"qsrt-layer-{layer:03d}.safetensors"
+
+
+def evidence_file_name(layer: int) -> str:
+    return f"qsrt-layer-{layer:03d}.json"
+
+
+def geometry_of(manifest: dict[str, Any]) -> Geometry:
+    """The stored geometry that a checked manifest states."""
+    fields = manifest["geometry"]
+    return Geometry(fields["hidden_size"], fields["intermediate_size"], fields["experts_per_layer"])
+
+
+def layers_of(manifest: dict[str, Any]) -> list[int]:
+    return sorted(int(key) for key in manifest["layers"])
+
+
+def descriptor(manifest: dict[str, Any]) -> dict[str, Any]:
+    """The `qsrt` block of config.json that agrees with a manifest."""
+    return {
+        "artifact_manifest": MANIFEST,
+        "codebook": manifest["codebook"],
+        "encoding": manifest["encoding"],
+        "encoder_fingerprint": manifest["producer"]["encoder"]["fingerprint"],
+        "producer_fingerprint": manifest["producer"]["fingerprint"],
+        "profile_id": manifest["profile_id"],
+        "schema": manifest["storage_schema"],
+        "storage_format": STORAGE_FORMAT,
+        **manifest["source"],
+    }
+
+
+def activations(manifest: dict[str, Any], hidden_act: str | None, layer: int) -> list[str]:
+    """The activation of every expert of a layer, `silu` or `situ`.
+
+    hidden_act: the model's own, which a package made elsewhere falls back on.
+    """
+    entry = manifest["layers"][str(layer)]
+    experts = entry["expert_count"]
+    if "activation" in entry:
+        stated = entry["activation"]["experts"]
+        return [stated.get(str(e), entry["activation"]["default"]) for e in range(experts)]
+    if hidden_act not in ACTIVATIONS:
+        raise FormatError(
+            f"{CONFIG}: hidden_act is {hidden_act!r}; an expert's activation is one of "
+            f"{ACTIVATIONS}"
+        )
+    return [hidden_act] * experts
+
+
+def encoder_fingerprint(settings: dict[str, Any]) -> str:
+    """SHA-256 over every setting that can change a byte of a layer file."""
+    return schema.digest(settings)
+
+
+def producer_fingerprint(encoder: str, versions: dict[str, Any]) -> str:
+    """SHA-256 over schema identifiers, encoder fingerprint and library versions."""
+    identifiers = [container.FRUIT, STORAGE_FORMAT, container.ENCODING, codebook.NAME]
+    return schema.digest({"schemas": identifiers, "encoder": encoder, "versions": versions})
+
+
+def check_documents(documents: Documents, where: str) -> None:
+    """Refuse documents that disagree with themselves or each other, naming the field."""
+    _check_manifest(documents, f"{where}/{MANIFEST}")
+    _check_descriptor(documents, f"{where}/{CONFIG}")
+    _check_marker(documents, f"{where}/{MARKER}")
+    for tensor, name in documents.index["weight_map"].items():
+        relative_name(name, f"{where}/{INDEX}: weight_map of {tensor}")
+
+
+def check_layer(layer: Layer, key: int, documents: Documents, where: str) -> None:
+    """Refuse a layer file whose header disagrees with the manifest."""
+    manifest = documents.manifest
+    stated = {
+        "schema": (layer.schema, manifest["storage_schema"]),
+        "layer": (layer.layer, key),
+        "experts": (layer.geometry.experts, manifest["geometry"]["experts_per_layer"]),
+        "latent_channels": (layer.geometry.hidden, manifest["geometry"]["hidden_size"]),
+        "intermediate_channels": (
+            layer.geometry.intermediate,
+            manifest["geometry"]["intermediate_size"],
+        ),
+    }
+    if layer.schema == container.FRUIT:
+        stated["source_sha256"] = (layer.source_sha256, manifest["source"]["source_sha256"])
+        stated["encoder_fingerprint"] = (
+            layer.encoder_fingerprint,
+            manifest["producer"]["encoder"]["fingerprint"],
+        )
+    for field, (found, expected) in stated.items():
+        _require_equal(found, expected, field, where, MANIFEST)
+    if (layer.format_codes == rates.X4T).any():
+        expert = int((layer.format_codes == rates.X4T).nonzero()[0])
+        container.expert_modes(layer, expert)  # refuses X4T by name
+
+
+def check_evidence(evidence: dict[str, Any], key: int, documents: Documents, where: str) -> None:
+    """Refuse an evidence file that disagrees with the manifest."""
+    manifest = documents.manifest
+    entry = manifest["layers"][str(key)]
+    experts = entry["expert_count"]
+    stated = {
+        "layer": key,
+        "codebook": manifest["codebook"],
+        "profile_id": manifest["profile_id"],
+        "schema": manifest["storage_schema"],
+        "encoder_fingerprint": manifest["producer"]["encoder"]["fingerprint"],
+        "source_sha256": manifest["source"]["source_sha256"],
+        "expert_count": experts,
+        "expert_ids": list(range(experts)),
+        "safetensors_file": entry["qsrt_atoms"],
+        "safetensors_bytes": entry["bytes"],
+        "safetensors_sha256": entry["sha256"],
+    }
+    for field, expected in stated.items():
+        _require_equal(evidence[field], expected, field, where, MANIFEST)
+    if documents.is_ours:
+        settings = manifest["producer"]["encoder"]["settings"]
+        _require_equal(evidence["search"], settings["search"], "search", where, MANIFEST)
+        found = [item["expert"] for item in evidence["experts"]]
+        _require_equal(found, list(range(experts)), "experts", where, MANIFEST)
+
+
+def check_evidence_modes(evidence: dict[str, Any], layer: Layer, where: str) -> None:
+    """Refuse evidence whose modes or channel orders disagree with the layer file."""
+    for item in evidence["experts"]:
+        expert = item["expert"]
+        found = (item["mode13"], item["mode2"])
+        expected = tuple(f"R{mode}" for mode in container.expert_modes(layer, expert))
+        _require_equal(found, expected, f"modes of expert {expert}", where, "the layer file")
+        low_to_high(item["low_to_high"], layer.geometry.intermediate, f"{where}: expert {expert}")
+
+
+def encode_low_to_high(groups: torch.Tensor) -> str:
+    """[I/4] group numbers, least important first -> base64 of little-endian uint16."""
+    return base64.b64encode(b"".join(g.to_bytes(2, "little") for g in groups.tolist())).decode()
+
+
+def low_to_high(text: str, intermediate: int, where: str) -> torch.Tensor:
+    """The source channel at each low-to-high place: [I] int64, from an evidence entry."""
+    try:
+        data = bytearray(base64.b64decode(text, validate=True))
+    except ValueError:
+        raise FormatError(f"{where}: low_to_high is not base64") from None
+    groups = [int.from_bytes(data[i : i + 2], "little") for i in range(0, len(data), 2)]
+    if sorted(groups) != list(range(intermediate // 4)):
+        raise FormatError(f"{where}: low_to_high is no order of {intermediate // 4} groups")
+    return (torch.tensor(groups)[:, None] * 4 + torch.arange(4)).flatten()
+
+
+def _check_manifest(documents: Documents, where: str) -> None:
+    manifest = documents.manifest
+    fields, entries = manifest["geometry"], manifest["layers"]
+    geometry = geometry_of(manifest)
+    _require_equal(fields["layers"], layers_of(manifest), "geometry.layers", where, "layers")
+    if fields["topk"] > fields["experts_per_layer"]:
+        raise FormatError(
+            f"{where}: geometry.topk is {fields['topk']}, more than experts_per_layer "
+            f"{fields['experts_per_layer']}"
+        )
+    names: set[str] = set()
+    for key, entry in entries.items():
+        at = f"layers.{key}"
+        _require_equal(
+            entry["expert_count"], geometry.experts, f"{at}.expert_count", where, "geometry"
+        )
+        for field in ("qsrt_atoms", "evidence"):
+            name = relative_name(entry[field], f"{where}: {at}.{field}")
+            if name in names:
+                raise FormatError(f"{where}: {at}.{field}: {name} is named twice")
+            names.add(name)
+        if "x4t" in entry:
+            raise FormatError(f"{where}: {at}.x4t: X4T experts are not read by this version")
+    if documents.is_ours:
+        _check_own_manifest(manifest, geometry, where)
+
+
+def _check_own_manifest(manifest: dict[str, Any], geometry: Geometry, where: str) -> None:
+    fields, producer = manifest["geometry"], manifest["producer"]
+    encoder = producer["encoder"]
+    fingerprint = encoder_fingerprint(encoder["settings"])
+    derived = {
+        "geometry.profile": (fields["profile"], geometry.profile),
+        "geometry.atom_slots": (fields["atom_slots"], geometry.slots),
+        "geometry.atoms_per_expert": (fields["atoms_per_expert"], geometry.atoms_per_expert),
+        "source.source_kind": (manifest["source"]["source_kind"], SOURCE_KIND),
+        "producer.encoder.fingerprint": (encoder["fingerprint"], fingerprint),
+        "producer.fingerprint": (
+            producer["fingerprint"],
+            producer_fingerprint(fingerprint, producer["versions"]),
+        ),
+    }
+    for key, entry in manifest["layers"].items():
+        derived[f"layers.{key}.bytes"] = (entry["bytes"], container.layer_file_bytes(geometry))
+        derived[f"layers.{key}.qsrt_atoms"] = (entry["qsrt_atoms"], layer_file_name(int(key)))
+        derived[f"layers.{key}.evidence"] = (entry["evidence"], evidence_file_name(int(key)))
+        for expert in entry["activation"]["experts"]:
+            if int(expert) >= geometry.experts:
+                raise FormatError(
+                    f"{where}: layers.{key}.activation names expert {expert} of {geometry.experts}"
+                )
+    for field, (found, expected) in derived.items():
+        _require_equal(found, expected, field, where, "what it follows from")
+
+
+def _check_descriptor(documents: Documents, where: str) -> None:
+    quantization, manifest = documents.quantization, documents.manifest
+    block = quantization["qsrt"]
+    for field, expected in descriptor(manifest).items():
+        _require_equal(block[field], expected, f"quantization_config.qsrt.{field}", where, MANIFEST)
+    bit_map = quantization["hybrid_bit_map"]
+    at = "quantization_config.hybrid_bit_map"
+    _require_equal(sorted(map(int, bit_map)), layers_of(manifest), at, where, MANIFEST)
+    for key, bits in bit_map.items():
+        experts = manifest["layers"][key]["expert_count"]
+        _require_equal(len(bits), experts, f"{at}.{key}", where, MANIFEST)
+        if 4 in bits:
+            raise FormatError(
+                f"{where}: {at}.{key} keeps expert {bits.index(4)} exact (X4T), "
+                "which this version does not read"
+            )
+
+
+def _check_marker(documents: Documents, where: str) -> None:
+    marker, manifest = documents.marker, documents.manifest
+    stated = {
+        "source.kind": (marker["source"]["kind"], manifest["source"]["source_kind"]),
+        "source.sha256": (marker["source"]["sha256"], manifest["source"]["source_sha256"]),
+        "base_manifest_sha256": (
+            marker["base_manifest_sha256"],
+            manifest["base_model"]["manifest_sha256"],
+        ),
+        "producer_fingerprint": (
+            marker["producer_fingerprint"],
+            manifest["producer"]["fingerprint"],
+        ),
+        "encoder_fingerprint": (
+            marker["encoder_fingerprint"],
+            manifest["producer"]["encoder"]["fingerprint"],
+        ),
+    }
+    for field, (found, expected) in stated.items():
+        _require_equal(found, expected, field, where, MANIFEST)
+
+
+def _require_equal(found: Any, expected: Any, field: str, where: str, source: str) -> None:
+    if found != expected:
+        raise FormatError(f"{where}: {field} is {found!r}, {source} says {expected!r}")

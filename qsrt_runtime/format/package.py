@@ -1,0 +1,214 @@
+"""Open, seal and check a whole package directory."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qsrt_runtime.format import manifest as manifests
+from qsrt_runtime.format import paths, schema
+from qsrt_runtime.format.container import Layer, read_layer
+from qsrt_runtime.format.errors import FormatError
+from qsrt_runtime.format.geometry import Geometry
+from qsrt_runtime.format.manifest import (
+    CHECKSUMS,
+    CONFIG,
+    INDEX,
+    MANIFEST,
+    MARKER,
+    REQUIRED_FILES,
+    Documents,
+)
+from qsrt_runtime.format.tensorfile import read_header
+
+
+@dataclass(frozen=True)
+class Package:
+    """A sealed directory whose documents agree; its large files are not read yet.
+
+    digests: SHA-256 of every listed file by relative name.   seal_sha256: of QSRT_COMPLETE.json,
+    the one digest to quote, since it binds all others.
+    """
+
+    path: Path
+    documents: Documents
+    digests: dict[str, str]
+    seal_sha256: str
+
+    @property
+    def geometry(self) -> Geometry:
+        return manifests.geometry_of(self.documents.manifest)
+
+    @property
+    def layers(self) -> list[int]:
+        return manifests.layers_of(self.documents.manifest)
+
+    def layer_path(self, layer: int) -> Path:
+        return self.path / self.documents.manifest["layers"][str(layer)]["qsrt_atoms"]
+
+    def evidence_path(self, layer: int) -> Path:
+        return self.path / self.documents.manifest["layers"][str(layer)]["evidence"]
+
+
+def open_package(path: Path) -> Package:
+    """Open a package: seal, file list, documents and their agreement.
+
+    Checks the digest of every JSON document, and that the files are exactly the listed ones;
+    the digests of large files are checked when they are read (`read_package_layer`) or all at
+    once (`verify_files`). Raises FormatError naming the file and the field.
+    """
+    if path.is_symlink() or not path.is_dir():
+        raise FormatError(f"{path} is not a folder" + (" but a link" if path.is_symlink() else ""))
+    if not (path / MARKER).exists():
+        raise FormatError(
+            f"{path} has no {MARKER}: it is not a package, or one that was not finished"
+        )
+    found = paths.files_below(path)
+    for name in found:
+        paths.regular_file(path / name, path)
+    marker = schema.read(path / MARKER, "complete")
+    digests = _read_checksums(path, marker["checksum_manifest_sha256"])
+    _check_listing(path, set(found), set(digests))
+    for name, stated in (
+        (MANIFEST, marker["package_manifest_sha256"]),
+        (INDEX, marker["model_index_sha256"]),
+    ):
+        if digests[name] != stated:
+            raise FormatError(f"{path / MARKER}: its digest of {name} is not the one listed")
+    documents = _read_documents(path, digests, marker)
+    manifests.check_documents(documents, str(path))
+    package = Package(path, documents, digests, paths.sha256_file(path / MARKER))
+    _check_layer_entries(package)
+    return package
+
+
+def verify_file(package: Package, name: str, advance: Callable[[int], None] | None = None) -> None:
+    """Refuse a listed file whose bytes do not have the listed digest."""
+    found = paths.sha256_file(package.path / name, advance)
+    if found != package.digests[name]:
+        raise FormatError(
+            f"{package.path / name} is damaged: SHA-256 {found}, {CHECKSUMS} says "
+            f"{package.digests[name]}; copy it again"
+        )
+
+
+def read_package_layer(package: Package, layer: int) -> Layer:
+    """Read one layer file whose bytes are the sealed ones and whose header fits the manifest."""
+    path = package.layer_path(layer)
+    verify_file(package, path.name)
+    content = read_layer(path)
+    manifests.check_layer(content, layer, package.documents, str(path))
+    return content
+
+
+def read_evidence(package: Package, layer: int) -> dict[str, Any]:
+    """Read one evidence file and check it against the manifest."""
+    path = package.evidence_path(layer)
+    verify_file(package, path.name)
+    kind = "evidence" if package.documents.is_ours else "published-evidence"
+    evidence = schema.read(path, kind)
+    manifests.check_evidence(evidence, layer, package.documents, str(path))
+    return evidence
+
+
+def check_base(package: Package) -> int:
+    """Refuse an index that does not place every tensor of every base shard; returns their bytes."""
+    weight_map = package.documents.index["weight_map"]
+    where = package.path / INDEX
+    size = 0
+    for name in sorted(set(weight_map.values())):
+        if name not in package.digests:
+            raise FormatError(f"{where}: shard {name} is not in the package")
+        header = read_header(package.path / name)
+        listed = {tensor for tensor, shard in weight_map.items() if shard == name}
+        for tensor in sorted(listed ^ set(header.tensors)):
+            here, there = (name, INDEX) if tensor in listed else (INDEX, name)
+            raise FormatError(f"{where}: tensor {tensor} is in {there} but not in {here}")
+        size += sum(entry.end - entry.start for entry in header.tensors.values())
+    return size
+
+
+def seal(folder: Path) -> None:
+    """Write MANIFEST.sha256 and, last, the marker of a folder whose documents are in place."""
+    manifest = schema.read(folder / MANIFEST)
+    names = [n for n in paths.files_below(folder) if n not in (CHECKSUMS, MARKER)]
+    digests = {name: paths.sha256_file(folder / name) for name in names}
+    listing = "".join(f"{digests[name]}  {name}\n" for name in sorted(names))
+    paths.write_file(folder / CHECKSUMS, listing.encode())
+    marker = {
+        "schema": "kquant_qsrt_complete_v2",
+        "package_manifest_sha256": digests[MANIFEST],
+        "checksum_manifest_sha256": paths.sha256_file(folder / CHECKSUMS),
+        "model_index_sha256": digests[INDEX],
+        "source": {
+            "kind": manifest["source"]["source_kind"],
+            "sha256": manifest["source"]["source_sha256"],
+        },
+        "base_manifest_sha256": manifest["base_model"]["manifest_sha256"],
+        "producer_fingerprint": manifest["producer"]["fingerprint"],
+        "encoder_fingerprint": manifest["producer"]["encoder"]["fingerprint"],
+    }
+    schema.check(marker, "complete", str(folder / MARKER))
+    manifests.check_documents(_read_documents(folder, digests, marker), str(folder))
+    paths.write_file(folder / MARKER, schema.dump(marker))
+
+
+def _read_checksums(path: Path, expected: str) -> dict[str, str]:
+    where = path / CHECKSUMS
+    paths.regular_file(where, path)
+    if paths.sha256_file(where) != expected:
+        raise FormatError(f"{where} is damaged: its SHA-256 is not the one in {MARKER}")
+    try:
+        text = where.read_bytes().decode()
+    except UnicodeDecodeError:
+        raise FormatError(f"{where} is not UTF-8 text") from None
+    digests: dict[str, str] = {}
+    for number, line in enumerate(text.removesuffix("\n").split("\n"), 1):
+        digest, separator, name = line.partition("  ")
+        if len(digest) != 64 or set(digest) - set("0123456789abcdef") or not separator:
+            raise FormatError(f"{where}: line {number} is not `<64 hex>  <name>`")
+        relative_name = paths.relative_name(name, f"{where}: line {number}")
+        if relative_name in digests or relative_name in (CHECKSUMS, MARKER):
+            raise FormatError(f"{where}: line {number} must not list {relative_name} (again)")
+        digests[relative_name] = digest
+    for name in REQUIRED_FILES:
+        if name not in digests:
+            raise FormatError(f"{where} does not list {name}")
+    return digests
+
+
+def _check_listing(path: Path, found: set[str], listed: set[str]) -> None:
+    missing, extra = listed - found, found - listed - {CHECKSUMS, MARKER}
+    if missing:
+        raise FormatError(f"{path / min(missing)} is missing, {CHECKSUMS} lists it")
+    if extra:
+        raise FormatError(f"{path / min(extra)} is not in {CHECKSUMS}")
+
+
+def _read_documents(path: Path, digests: dict[str, str], marker: dict[str, Any]) -> Documents:
+    for name in REQUIRED_FILES:
+        if paths.sha256_file(path / name) != digests[name]:
+            raise FormatError(f"{path / name} is damaged: its SHA-256 is not the listed one")
+    manifest = schema.read(path / MANIFEST)
+    prefix = "" if manifests.is_ours(manifest) else "published-"
+    schema.check(manifest, f"{prefix}manifest", str(path / MANIFEST))
+    config = schema.read(path / CONFIG)
+    where = f"{path / CONFIG}: quantization_config"
+    if not isinstance(config, dict) or "quantization_config" not in config:
+        raise FormatError(f"{where} is missing")
+    schema.check(config["quantization_config"], f"{prefix}descriptor", where)
+    return Documents(config, manifest, marker, schema.read(path / INDEX, "index"))
+
+
+def _check_layer_entries(package: Package) -> None:
+    """Each layer's two files are listed, with the size and digest that the manifest states."""
+    for key, entry in package.documents.manifest["layers"].items():
+        where = f"{package.path / MANIFEST}: layers.{key}"
+        for field in ("qsrt_atoms", "evidence"):
+            if entry[field] not in package.digests:
+                raise FormatError(f"{where}.{field}: {entry[field]} is not in {CHECKSUMS}")
+        if package.digests[entry["qsrt_atoms"]] != entry["sha256"]:
+            raise FormatError(f"{where}.sha256 is not the one in {CHECKSUMS}")
+        size = (package.path / entry["qsrt_atoms"]).stat().st_size
+        if size != entry["bytes"]:
+            raise FormatError(f"{where}.bytes is {entry['bytes']}, the file has {size}")
