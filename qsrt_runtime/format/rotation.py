@@ -5,7 +5,6 @@ diag(suh) B_K T B_N diag(svh), with T the decoded tiles and B the block-diagonal
 128x128 Sylvester Hadamard blocks divided by sqrt(128), which is symmetric and its own inverse.
 """
 
-import functools
 import hashlib
 
 import torch
@@ -13,25 +12,24 @@ import torch
 from qsrt_runtime.format.geometry import RECORD
 
 
-@functools.cache
-def hadamard() -> torch.Tensor:
-    """The normalised 128x128 Sylvester Hadamard matrix, float32."""
-    matrix = torch.ones(1, 1, dtype=torch.float64)
-    while len(matrix) < RECORD:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
-    return (matrix / RECORD**0.5).to(torch.float32)
-
-
 def rotate(x: torch.Tensor) -> torch.Tensor:
-    """x B: rotate the last axis in blocks of 128. x: [..., n] float32 or float64, n % 128 == 0."""
-    block = hadamard().to(device=x.device, dtype=x.dtype)
-    return (x.unflatten(-1, (-1, RECORD)) @ block).flatten(-2)
+    """x B: rotate the last axis in blocks of 128. x: [..., n] float32 or float64, n % 128 == 0.
+
+    A fast Walsh-Hadamard transform: seven rounds of sums and differences, so that the result is
+    the same to the bit on every platform and with any number of threads.
+    """
+    blocks = x.unflatten(-1, (-1, RECORD))
+    half = 1
+    while half < RECORD:
+        even, odd = blocks.unflatten(-1, (-1, 2, half)).unbind(-2)
+        blocks = torch.stack([even + odd, even - odd], dim=-2).flatten(-3)
+        half *= 2
+    return (blocks * RECORD**-0.5).flatten(-2)
 
 
 def rotate_rows(x: torch.Tensor) -> torch.Tensor:
     """B x: rotate the first axis of a matrix [n, m] in blocks of 128."""
-    block = hadamard().to(device=x.device, dtype=x.dtype)
-    return (block @ x.unflatten(0, (-1, RECORD))).flatten(0, 1)
+    return rotate(x.T).T
 
 
 def signs(

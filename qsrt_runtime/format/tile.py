@@ -71,6 +71,14 @@ def states(words: torch.Tensor, bits: int) -> torch.Tensor:
     return window & 0xFFFF
 
 
+def states_of_edges(edges: torch.Tensor, bits: int) -> torch.Tensor:
+    """The state at every position of closed paths: [n, 256] uint8 -> [n, 256] int32."""
+    state = torch.zeros_like(edges, dtype=torch.int32)
+    for age in range(-(-16 // bits)):
+        state |= edges.roll(age, dims=1).to(torch.int32) << (bits * age)
+    return state & 0xFFFF
+
+
 def edges(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Unpack stored words: [n, 16 * bits] int16 -> [n, 256] uint8, the inverse of pack_edges."""
     return (states(words, bits) & ((1 << bits) - 1)).to(torch.uint8)

@@ -1,0 +1,259 @@
+"""Encode one expert: order its channels, rotate, scale, search, pack, and check the result."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from qsrt_pack.encode import incoherence, permutation
+from qsrt_pack.encode.ldlq import feedback_factor, ldlq, rotate_hessian
+from qsrt_pack.encode.viterbi import search
+from qsrt_runtime.format import atom, codebook, decode, tile
+from qsrt_runtime.format.geometry import RECORD, TILE, Geometry
+from qsrt_runtime.format.rates import (
+    allowed_modes,
+    record_bits,
+    record_order,
+    stored_channels,
+)
+from qsrt_runtime.format.rotation import rotate, rotate_rows, signs
+
+DECODE_TOLERANCE = 1e-6
+_SCALE_BITS = 3  # the rate at which the global scale is searched
+_TILES_PER_RECORD = RECORD // TILE
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides an expert's bytes besides its weights.
+
+    seed: of the sign draws.   search: a method of viterbi.METHODS.   modes: "R0" alone, or "all"
+    nine combinations of which the one of least weight error is kept.
+    """
+
+    seed: int = 0
+    search: str = "exact"
+    modes: str = "R0"
+
+
+@dataclass(frozen=True)
+class EncodedExpert:
+    """A coded expert and what is known of its error.
+
+    low_to_high_groups: [I/4] int64, groups of four source channels, least important first.
+    nmse: |W - W'|^2 / |W|^2 of w1, w3 and w2; 0 for a matrix of zeros.
+    """
+
+    coded: atom.Expert
+    low_to_high_groups: torch.Tensor
+    nmse: dict[str, float]
+
+
+@dataclass(frozen=True)
+class EncodedMatrix:
+    """One matrix at one rate mode. dense: what it decodes to, [K, N] float32, low to high."""
+
+    packed: atom.Matrix
+    dense: torch.Tensor
+    nmse: float
+
+
+def encode_expert(
+    w1: torch.Tensor,
+    w3: torch.Tensor,
+    w2: torch.Tensor,
+    *,
+    layer: int,
+    expert: int,
+    settings: Settings,
+) -> EncodedExpert:
+    """Encode gate w1 [I, H], up w3 [I, H] and down w2 [H, I], float32, finite.
+
+    Raises ValueError for scales beyond float16, and ArithmeticError if what was packed does not
+    decode to what was encoded (a defect of this program or machine, never of the input).
+    """
+    groups = permutation.low_to_high_groups(permutation.weight_scores(w1, w3, w2))
+    order = permutation.channels_of_groups(groups)
+    sources = {"w1": w1[order].T, "w3": w3[order].T, "w2": w2[:, order].T}
+    candidates = {}
+    for name, weight in sources.items():
+        draws = [
+            signs(size, seed=settings.seed, layer=layer, expert=expert, matrix=name, side=side)
+            for size, side in zip(weight.shape, _sides(name), strict=True)
+        ]
+        candidates[name] = encode_matrix(
+            weight.contiguous(),
+            _rate_axis(name),
+            *(draw.to(weight.device) for draw in draws),
+            modes=_modes(settings, w1.shape[0] // RECORD),
+            method=settings.search,
+        )
+    mode13 = _least_error(candidates["w1"], candidates["w3"])
+    mode2 = _least_error(candidates["w2"])
+    chosen = {
+        name: by_mode[mode2 if name == "w2" else mode13] for name, by_mode in candidates.items()
+    }
+    coded = atom.Expert(**{name: m.packed for name, m in chosen.items()}, mode13=mode13, mode2=mode2)
+    _check_decode(coded, chosen, Geometry(w1.shape[1], w1.shape[0], 1))
+    return EncodedExpert(coded, groups, {name: m.nmse for name, m in chosen.items()})
+
+
+def encode_matrix(
+    weight: torch.Tensor,
+    rate_axis: str,
+    input_signs: torch.Tensor,
+    output_signs: torch.Tensor,
+    *,
+    modes: Iterable[int],
+    method: str,
+    hessian: torch.Tensor | None = None,
+) -> dict[int, EncodedMatrix]:
+    """Encode a matrix at each of some rate modes, all with one rotation and one global scale.
+
+    weight: [K, N] float32 with the rate axis ("in": K, "out": N) from least to most important.
+    input_signs: [K], output_signs: [N].   hessian: [K, K], second moment of the inputs, None for
+    the identity.
+    """
+    rotated, suh, svh = incoherence.regularize(weight, input_signs, output_signs)
+    # The reduced search finds the same scale at a small part of the cost.
+    scale, _ = incoherence.search_scale(
+        incoherence.scale_search_tiles(rotated), lambda t: _quantized(t, _SCALE_BITS, "fast")
+    )
+    suh, svh = (suh, svh / scale) if rate_axis == "out" else (suh / scale, svh)
+    suh, svh = _as_float16(suh), _as_float16(svh)
+    factor = None
+    if hessian is not None:
+        factor = feedback_factor(rotate_hessian(hessian, suh.float()))
+    encoded = {}
+    for mode in modes:
+        bits = record_bits(mode, weight.shape[rate_axis == "out"] // RECORD)
+        edges, values = _encode_tiles(rotated * scale, factor, rate_axis, bits, method)
+        dense = rotate(rotate_rows(values) * suh.float()[:, None]) * svh.float()
+        encoded[mode] = EncodedMatrix(
+            packed=_pack(edges, suh, svh, rate_axis, bits),
+            dense=dense,
+            nmse=_nmse(weight, dense),
+        )
+    return encoded
+
+
+def _encode_tiles(
+    rotated: torch.Tensor,
+    factor: torch.Tensor | None,
+    rate_axis: str,
+    bits: tuple[int, ...],
+    method: str,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Edges [K/16, N/16, 256] uint8 and the values [K, N] they decode to."""
+    rows, columns = (size // TILE for size in rotated.shape)
+    tile_bits = torch.tensor(bits).repeat_interleave(_TILES_PER_RECORD)
+    tile_bits = tile_bits[None].expand(rows, -1) if rate_axis == "out" else tile_bits[:, None]
+    tile_bits = tile_bits.expand(rows, columns).to(rotated.device)
+    edges = torch.empty(rows, columns, tile.POSITIONS, dtype=torch.uint8, device=rotated.device)
+
+    def quantize(span: slice, target: torch.Tensor) -> torch.Tensor:
+        block = slice(span.start // TILE, span.stop // TILE)
+        paths = tile.to_trellis_order(_to_tiles(target).flatten(0, 1))
+        values = torch.empty_like(paths)
+        found = torch.empty_like(paths, dtype=torch.uint8)
+        for rate in sorted(set(bits)):
+            at = (tile_bits[block] == rate).flatten()
+            found[at] = search(paths[at], rate, method)
+            values[at] = _values(found[at], rate)
+        edges[block] = found.unflatten(0, (-1, columns))
+        return _from_tiles(tile.to_row_major(values).unflatten(0, (-1, columns)))
+
+    return edges, ldlq(rotated, factor, quantize)
+
+
+def _pack(
+    edges: torch.Tensor,
+    suh: torch.Tensor,
+    svh: torch.Tensor,
+    rate_axis: str,
+    bits: tuple[int, ...],
+) -> atom.Matrix:
+    """Edges [K/16, N/16, 256] low to high -> records of stripes in stored order."""
+    by_stripe = edges.transpose(0, 1) if rate_axis == "out" else edges
+    records = []
+    for record in record_order(len(bits)):
+        stripes = by_stripe[record * _TILES_PER_RECORD : (record + 1) * _TILES_PER_RECORD]
+        words = tile.pack_edges(stripes.flatten(0, 1), bits[record])
+        records.append(words.unflatten(0, (_TILES_PER_RECORD, -1)))
+    stored = stored_channels(len(bits)).to(suh.device)
+    if rate_axis == "out":
+        return atom.Matrix(tuple(records), suh, svh[stored])
+    return atom.Matrix(tuple(records), suh[stored], svh)
+
+
+def _check_decode(
+    coded: atom.Expert, chosen: dict[str, EncodedMatrix], geometry: Geometry
+) -> None:
+    """Decode the packed bytes and compare them with the encoder's own reconstruction."""
+    modes = (coded.mode13, coded.mode2)
+    bundles = atom.pack_expert(coded)
+    decoded = decode.dense_expert(
+        atom.unpack_expert(bundles, coded.shared_scales, modes, geometry)
+    )
+    stored = stored_channels(geometry.records).to(bundles.device)
+    for name, matrix in chosen.items():
+        expected = matrix.dense[:, stored] if name != "w2" else matrix.dense[stored]
+        error = float((decoded[name].T - expected).norm())
+        if not error <= DECODE_TOLERANCE * float(expected.norm()):
+            raise ArithmeticError(
+                f"{name}: the packed bytes decode with relative error "
+                f"{error / float(expected.norm()):.2g}, expected at most {DECODE_TOLERANCE}"
+            )
+
+
+def _quantized(paths: torch.Tensor, bits: int, method: str) -> torch.Tensor:
+    return _values(search(paths, bits, method), bits)
+
+
+def _values(edges: torch.Tensor, bits: int) -> torch.Tensor:
+    """[n, 256] edges -> the values of their states, trellis order."""
+    states = tile.states_of_edges(edges, bits)
+    return codebook.values(bits).to(edges.device)[states]
+
+
+def _to_tiles(matrix: torch.Tensor) -> torch.Tensor:
+    """[16 a, 16 b] -> [a, b, 16, 16]."""
+    return matrix.unflatten(1, (-1, TILE)).unflatten(0, (-1, TILE)).transpose(1, 2)
+
+
+def _from_tiles(tiles: torch.Tensor) -> torch.Tensor:
+    """[a, b, 16, 16] -> [16 a, 16 b]."""
+    return tiles.transpose(1, 2).flatten(2).flatten(0, 1)
+
+
+def _nmse(source: torch.Tensor, decoded: torch.Tensor) -> float:
+    power = float(source.double().square().sum())
+    error = float((source - decoded).double().square().sum())
+    return error / power if power else error
+
+
+def _as_float16(scales: torch.Tensor) -> torch.Tensor:
+    half = scales.to(torch.float16)
+    if not torch.isfinite(half).all():
+        raise ValueError(
+            f"a weight scale of {float(scales.abs().max()):.3g} is beyond float16 (65504)"
+        )
+    return half
+
+
+def _least_error(*families: dict[int, EncodedMatrix]) -> int:
+    """The mode with the least summed error; the smaller one of equals."""
+    return min(families[0], key=lambda mode: (sum(f[mode].nmse for f in families), mode))
+
+
+def _modes(settings: Settings, records: int) -> tuple[int, ...]:
+    return allowed_modes(records) if settings.modes == "all" else (0,)
+
+
+def _rate_axis(name: str) -> str:
+    return "in" if name == "w2" else "out"
+
+
+def _sides(name: str) -> tuple[str, str]:
+    """The side of a matrix's inputs, and of its outputs."""
+    return ("intermediate", "hidden") if name == "w2" else ("hidden", "intermediate")

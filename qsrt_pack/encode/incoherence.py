@@ -1,0 +1,85 @@
+"""Signs, Hadamard rotations and scales that make a matrix look like noise of one size.
+
+Matrices here are [K inputs, N outputs]. With suh [K] and svh [N] the source is
+diag(suh) B_K (rotated matrix) B_N diag(svh); see qsrt_runtime.format.rotation.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from qsrt_runtime.format.geometry import TILE
+from qsrt_runtime.format.rotation import rotate, rotate_rows
+from qsrt_runtime.format.tile import to_trellis_order
+
+# Root mean square of the rotated matrix before the global scale; the sign is the published one.
+TARGET_RMS = -1.24371088
+_TINY = 1e-10  # keeps the scale of a zero row off zero; in float16 it is zero again
+_COARSE = tuple(0.1 + 0.2 * step for step in range(10))
+_FINE_STEP = 0.075
+
+
+def regularize(
+    weight: torch.Tensor, input_signs: torch.Tensor, output_signs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rotate a matrix and give its rows one size (FORMAT of the published encoder, step 6).
+
+    weight: [K, N] float32.   input_signs: [K], output_signs: [N] of +1 and -1.
+    Returns (rotated [K, N], suh [K], svh [N]), float32. Zero columns get svh 0.
+    """
+    svh = torch.where((weight != 0).any(0), output_signs, 0)
+    rotated = rotate(weight * svh)
+    row_rms = rotated.double().square().mean(1).sqrt().float()
+    suh = input_signs * row_rms / TARGET_RMS + _TINY
+    return rotate_rows(rotated / suh[:, None]), suh, svh
+
+
+def scale_search_tiles(rotated: torch.Tensor) -> torch.Tensor:
+    """The tiles on which the global scale is tried: [n, 256] in trellis order.
+
+    Three tiles at each step of a wrapped diagonal as long as the longer side, then the tiles of
+    highest (descending) and lowest (ascending) root mean square, at least eight of each.
+    """
+    grid = rotated.unflatten(1, (-1, TILE)).unflatten(0, (-1, TILE)).transpose(1, 2)
+    rows, columns = grid.shape[:2]
+    steps = max(rows, columns)
+    diagonal = [
+        (step % rows) * columns + (step + more) % columns
+        for step in range(steps)
+        for more in range(3)
+    ]
+    tiles = grid.flatten(0, 1)
+    by_size = tiles.flatten(1).square().mean(1).argsort(descending=True, stable=True)
+    count = max(8, steps * 3 // 16)
+    diagonal = torch.tensor(diagonal, device=rotated.device)
+    chosen = torch.cat([diagonal, by_size[:count], by_size[-count:].flip(0)])
+    return to_trellis_order(tiles[chosen])
+
+
+def search_scale(
+    tiles: torch.Tensor, quantize: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[float, float]:
+    """The global scale g with the least mean square of q(g t) / g - t, and that of the grid.
+
+    tiles: [n, 256] float32.   quantize: tiles -> their quantized values, same shape.
+    A coarse grid on every third tile, a fine one around its best on all, then the vertex of the
+    parabola through the best three, at most half a step away.
+    """
+
+    def error(sample: torch.Tensor, scale: float) -> float:
+        return float((quantize(sample * scale) / scale - sample).double().square().mean())
+
+    if not tiles.any():
+        return 1.0, 0.0
+    best = min(_COARSE, key=lambda scale: error(tiles[::3], scale))
+    grid = [best + _FINE_STEP * step for step in range(-2, 3)]
+    grid = [scale for scale in grid if scale > 0]
+    errors = [error(tiles, scale) for scale in grid]
+    at = min(range(len(grid)), key=errors.__getitem__)
+    offset = 0.0
+    if 0 < at < len(grid) - 1:
+        before, least, after = errors[at - 1 : at + 2]
+        curvature = before - 2 * least + after
+        if curvature > 0:
+            offset = max(-0.5, min(0.5, 0.5 * (before - after) / curvature))
+    return grid[at] + offset * _FINE_STEP, errors[at]
