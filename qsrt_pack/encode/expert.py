@@ -28,7 +28,7 @@ class Settings:
     """What decides an expert's bytes besides its weights.
 
     seed: of the sign draws.   search: a method of viterbi.METHODS.   modes: "R0" alone, or "all"
-    nine combinations of which the one of least weight error is kept.
+    nine combinations (four where there are two records), of which the one of least weight error is kept.
     """
 
     seed: int = 0
@@ -58,6 +58,11 @@ class EncodedMatrix:
     nmse: float
 
 
+def modes_tried(settings: Settings, records: int) -> tuple[int, ...]:
+    """The rate modes at which each matrix is coded."""
+    return allowed_modes(records) if settings.modes == "all" else (0,)
+
+
 def encode_expert(
     w1: torch.Tensor,
     w3: torch.Tensor,
@@ -85,7 +90,7 @@ def encode_expert(
             weight.contiguous(),
             _rate_axis(name),
             *(draw.to(weight.device) for draw in draws),
-            modes=_modes(settings, w1.shape[0] // RECORD),
+            modes=modes_tried(settings, w1.shape[0] // RECORD),
             method=settings.search,
         )
     mode13 = _least_error(candidates["w1"], candidates["w3"])
@@ -93,7 +98,9 @@ def encode_expert(
     chosen = {
         name: by_mode[mode2 if name == "w2" else mode13] for name, by_mode in candidates.items()
     }
-    coded = atom.Expert(**{name: m.packed for name, m in chosen.items()}, mode13=mode13, mode2=mode2)
+    coded = atom.Expert(
+        **{name: m.packed for name, m in chosen.items()}, mode13=mode13, mode2=mode2
+    )
     _check_decode(coded, chosen, Geometry(w1.shape[1], w1.shape[0], 1))
     return EncodedExpert(coded, groups, {name: m.nmse for name, m in chosen.items()})
 
@@ -186,15 +193,11 @@ def _pack(
     return atom.Matrix(tuple(records), suh[stored], svh)
 
 
-def _check_decode(
-    coded: atom.Expert, chosen: dict[str, EncodedMatrix], geometry: Geometry
-) -> None:
+def _check_decode(coded: atom.Expert, chosen: dict[str, EncodedMatrix], geometry: Geometry) -> None:
     """Decode the packed bytes and compare them with the encoder's own reconstruction."""
     modes = (coded.mode13, coded.mode2)
     bundles = atom.pack_expert(coded)
-    decoded = decode.dense_expert(
-        atom.unpack_expert(bundles, coded.shared_scales, modes, geometry)
-    )
+    decoded = decode.dense_expert(atom.unpack_expert(bundles, coded.shared_scales, modes, geometry))
     stored = stored_channels(geometry.records).to(bundles.device)
     for name, matrix in chosen.items():
         expected = matrix.dense[:, stored] if name != "w2" else matrix.dense[stored]
@@ -244,10 +247,6 @@ def _as_float16(scales: torch.Tensor) -> torch.Tensor:
 def _least_error(*families: dict[int, EncodedMatrix]) -> int:
     """The mode with the least summed error; the smaller one of equals."""
     return min(families[0], key=lambda mode: (sum(f[mode].nmse for f in families), mode))
-
-
-def _modes(settings: Settings, records: int) -> tuple[int, ...]:
-    return allowed_modes(records) if settings.modes == "all" else (0,)
 
 
 def _rate_axis(name: str) -> str:

@@ -56,6 +56,13 @@ def scale_search_tiles(rotated: torch.Tensor) -> torch.Tensor:
     return to_trellis_order(tiles[chosen])
 
 
+def scale_search_cost(inputs: int, outputs: int) -> int:
+    """Weights that search_scale quantizes for a matrix [inputs, outputs]."""
+    steps = max(inputs, outputs) // TILE
+    tiles = 3 * steps + 2 * max(8, steps * 3 // 16)
+    return 256 * (len(_COARSE) * -(-tiles // 3) + 5 * tiles)
+
+
 def search_scale(
     tiles: torch.Tensor, quantize: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[float, float]:

@@ -4,7 +4,6 @@ Three U8 tensors: a format byte for every expert, the scale vectors of the hidde
 slab `qsrt_atoms` whose row s holds, in ascending expert order, the bundles that stand in slot s.
 """
 
-import ctypes
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,6 +109,7 @@ class LayerWriter:
         encoder_fingerprint: str,
     ) -> None:
         self.path, self.geometry, self.layer = path, geometry, layer
+        self.source_sha256, self.encoder_fingerprint = source_sha256, encoder_fingerprint
         metadata = layer_metadata(
             geometry, layer, geometry.experts, source_sha256, encoder_fingerprint
         )
@@ -137,7 +137,7 @@ class LayerWriter:
         stride = geometry.slot_stride(geometry.experts)
         for slot, bundle in zip(geometry.physical_slots(self.layer, expert), bundles, strict=True):
             self._file.seek(start + slot * stride)
-            self._file.write(_bytes(bundle))
+            self._file.write(tensorfile.tensor_data(bundle))
         self._codes[expert] = rates.format_code(coded.mode13, coded.mode2)
         self._scales[:, expert] = scales
         self._written.add(expert)
@@ -164,7 +164,7 @@ class LayerWriter:
         if missing:
             raise FormatError(f"layer {self.layer}: expert {missing[0]} was not written")
         self._file.seek(0)
-        for part in (self._header, _bytes(self._codes), _bytes(self._scales)):
+        for part in (self._header, *map(tensorfile.tensor_data, (self._codes, self._scales))):
             self._file.write(part)
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -343,8 +343,3 @@ def _local_scales(bundles: torch.Tensor) -> torch.Tensor:
 def _require_zero(padding: torch.Tensor, path: Path, name: str) -> None:
     if padding.any():
         raise FormatError(f"{path}: {name} has padding that is not zero")
-
-
-def _bytes(tensor: torch.Tensor) -> bytes:
-    tensor = tensor.contiguous()
-    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)

@@ -123,6 +123,8 @@ def check_documents(documents: Documents, where: str) -> None:
     _check_marker(documents, f"{where}/{MARKER}")
     for tensor, name in documents.index["weight_map"].items():
         relative_name(name, f"{where}/{INDEX}: weight_map of {tensor}")
+        if documents.is_ours and ".experts." in tensor:
+            raise FormatError(f"{where}/{INDEX}: {tensor} is a routed expert's, which is packed")
 
 
 def check_layer(layer: Layer, key: int, documents: Documents, where: str) -> None:

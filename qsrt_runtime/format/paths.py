@@ -3,7 +3,7 @@
 import hashlib
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -83,10 +83,16 @@ def partial_name(path: Path) -> Path:
 
 def write_file(path: Path, data: bytes) -> None:
     """Write a file beside its place, sync it and rename it."""
+    write_pieces(path, [data])
+
+
+def write_pieces(path: Path, pieces: Iterable[bytes]) -> None:
+    """Write a file piece by piece beside its place, sync it and rename it."""
     partial = partial_name(path)
     try:
         with partial.open("wb") as file:
-            file.write(data)
+            for piece in pieces:
+                file.write(piece)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)

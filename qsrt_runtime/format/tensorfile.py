@@ -4,11 +4,14 @@ The safetensors library reads the tensors themselves; it names neither the file 
 in its errors and orders metadata at random, so headers are ours.
 """
 
+import ctypes
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from qsrt_runtime.format import schema
 from qsrt_runtime.format.errors import FormatError
@@ -90,6 +93,12 @@ def header_bytes(metadata: dict[str, str], entries: dict[str, dict[str, Any]]) -
 def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     """Bytes of a tensor, rounded up for dtypes narrower than a byte."""
     return -(-math.prod(shape) * DTYPE_BITS[dtype] // 8)
+
+
+def tensor_data(tensor: torch.Tensor) -> bytes:
+    """A CPU tensor's bytes as they are stored."""
+    tensor = tensor.contiguous()
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
 def _check_length(path: Path, length: int, size: int) -> None:

@@ -1,0 +1,49 @@
+"""The evidence file of one layer: what was coded, how well, and in which channel order."""
+
+from typing import Any
+
+from qsrt_pack.encode.expert import EncodedExpert, Settings
+from qsrt_runtime.format import codebook, container, schema
+from qsrt_runtime.format import manifest as manifests
+from qsrt_runtime.format.container import LayerWriter
+
+
+def expert_evidence(expert: int, encoded: EncodedExpert) -> dict[str, Any]:
+    """One expert's entry. Without calibration there are no tokens and no functional error."""
+    coded = encoded.coded
+    scales = {"w1": coded.w1.svh, "w3": coded.w3.svh, "w2": coded.w2.svh}
+    return {
+        "expert": expert,
+        "mode13": f"R{coded.mode13}",
+        "mode2": f"R{coded.mode2}",
+        "nmse": encoded.nmse,
+        "functional_nmse": None,
+        "tokens": None,
+        "fallback": None,
+        "zero_matrices": sorted(name for name, svh in scales.items() if not svh.any()),
+        "low_to_high": manifests.encode_low_to_high(encoded.low_to_high_groups),
+    }
+
+
+def layer_evidence(
+    written: LayerWriter, settings: Settings, experts: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """The evidence document of a layer file that has just been written."""
+    evidence = {
+        "codebook": codebook.NAME,
+        "encoder_fingerprint": written.encoder_fingerprint,
+        "expert_count": written.geometry.experts,
+        "expert_ids": list(range(written.geometry.experts)),
+        "layer": written.layer,
+        "profile_id": container.PROFILE_ID,
+        "safetensors_bytes": written.size,
+        "safetensors_file": written.path.name,
+        "safetensors_sha256": written.sha256,
+        "schema": container.FRUIT,
+        "source_sha256": written.source_sha256,
+        "version": 1,
+        "search": settings.search,
+        "experts": experts,
+    }
+    schema.check(evidence, "evidence", manifests.evidence_file_name(written.layer))
+    return evidence

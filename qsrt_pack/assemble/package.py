@@ -1,0 +1,122 @@
+"""The documents of a package: manifest, config, and what a Hub needs beside them."""
+
+import importlib.metadata
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+import qsrt_runtime
+from qsrt_pack.encode.expert import Settings
+from qsrt_pack.encode.ldlq import DAMPING
+from qsrt_pack.source.models import RoutedExperts
+from qsrt_runtime.format import codebook, container, schema
+from qsrt_runtime.format import manifest as manifests
+
+LOADERS = ("qsrt", "kquant")
+GIT_ATTRIBUTES = b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
+
+
+def encoder_settings(settings: Settings) -> dict[str, Any]:
+    """Every setting that can change a byte of a layer file."""
+    return {
+        **asdict(settings),
+        "package": qsrt_runtime.__version__,
+        "codebook_sha256": codebook.TABLES_SHA256,
+        "damping": DAMPING,
+        "calibration_sha256": None,
+        "device": "cpu",
+    }
+
+
+def library_versions() -> dict[str, str | None]:
+    """The versions that the producer fingerprint covers; triton None where it is not installed."""
+    try:
+        triton = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        triton = None
+    return {"qsrt": qsrt_runtime.__version__, "torch": torch.__version__, "triton": triton}
+
+
+def build_manifest(
+    experts: RoutedExperts,
+    settings: Settings,
+    source_sha256: str,
+    base_sha256: str,
+    evidence: dict[int, dict[str, Any]],
+) -> dict[str, Any]:
+    """qsrt-manifest.json. evidence: each layer's evidence document.
+
+    base_sha256: the digest over the base shards and the index that were written.
+    """
+    geometry = experts.geometry
+    encoder = encoder_settings(settings)
+    fingerprint = manifests.encoder_fingerprint(encoder)
+    versions = library_versions()
+    value = {
+        "schema": "kquant_qsrt_model_manifest_v1",
+        "version": 1,
+        "complete": True,
+        "codec": "QSRT",
+        "storage_schema": container.FRUIT,
+        "encoding": container.ENCODING,
+        "codebook": codebook.NAME,
+        "profile_id": container.PROFILE_ID,
+        "producer": {
+            "name": manifests.PRODUCER,
+            "versions": versions,
+            "fingerprint": manifests.producer_fingerprint(fingerprint, versions),
+            "encoder": {"fingerprint": fingerprint, "settings": encoder},
+        },
+        "source": {"source_kind": manifests.SOURCE_KIND, "source_sha256": source_sha256},
+        "base_model": {"manifest_sha256": base_sha256},
+        "geometry": {
+            "layers": list(experts.layers),
+            "experts_per_layer": geometry.experts,
+            "hidden_size": geometry.hidden,
+            "intermediate_size": geometry.intermediate,
+            "topk": experts.topk,
+            "profile": geometry.profile,
+            "atom_slots": geometry.slots,
+            "atoms_per_expert": geometry.atoms_per_expert,
+        },
+        "activation_parameters": {
+            "situ_beta": manifests.SITU_BETA,
+            "situ_linear_beta": manifests.SITU_LINEAR_BETA,
+        },
+        "layers": {
+            str(layer): {
+                "qsrt_atoms": document["safetensors_file"],
+                "bytes": document["safetensors_bytes"],
+                "sha256": document["safetensors_sha256"],
+                "expert_count": geometry.experts,
+                "evidence": manifests.evidence_file_name(layer),
+                "activation": {"default": experts.activation, "experts": {}},
+            }
+            for layer, document in evidence.items()
+        },
+    }
+    schema.check(value, "manifest", manifests.MANIFEST)
+    return value
+
+
+def build_config(
+    source_config: dict[str, Any], manifest: dict[str, Any], loader: str
+) -> dict[str, Any]:
+    """config.json: the source's, with the quantization_config of a loader of LOADERS."""
+    quantization: dict[str, Any] = {
+        "quant_method": "qsrt",
+        "demoted_format": container.ENCODING,
+        "hybrid_bit_map": {
+            key: [3] * entry["expert_count"] for key, entry in manifest["layers"].items()
+        },
+        "qsrt": manifests.descriptor(manifest),
+    }
+    if loader == "kquant":
+        quantization |= {
+            "quant_method": "modelopt",
+            "quant_algo": "NVFP4",
+            "kept_format": "mxfp4_e8m0k32",
+        }
+    schema.check(quantization, "descriptor", f"{manifests.CONFIG}: quantization_config")
+    return {**source_config, "quantization_config": quantization}

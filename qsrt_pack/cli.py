@@ -1,0 +1,198 @@
+"""The command line. Data goes to standard output, everything else to standard error.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted. A command's module is loaded when
+the command runs, so that --help is quick.
+"""
+
+import json
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+import qsrt_runtime
+from qsrt_runtime.format.errors import FormatError
+
+FOLDER = click.Path(path_type=Path)
+_log = logging.getLogger("qsrt_pack")
+
+
+class _Group(click.Group):
+    """Turns the errors that a user can cause into one line and exit code 1."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (FormatError, OSError) as error:
+            raise click.ClickException(str(error)) from error
+        except ModuleNotFoundError as error:
+            extra = {"numba": "pack", "rich": "pack", "transformers": "eval"}.get(error.name or "")
+            if extra is None:
+                raise
+            raise click.ClickException(
+                f"{error.name} is not installed; pip install 'qsrt[{extra}]'"
+            ) from error
+        except (KeyboardInterrupt, click.Abort):
+            click.echo("interrupted; nothing was left behind", err=True)
+            ctx.exit(130)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(qsrt_runtime.__version__, prog_name="qsrt-pack")
+@click.option("-q", "--quiet", is_flag=True, help="Only warnings and errors; no progress.")
+@click.option("-v", "--verbose", is_flag=True, help="A line for every expert.")
+@click.pass_context
+def main(ctx: click.Context, quiet: bool, verbose: bool) -> None:
+    """Pack the experts of a mixture-of-experts model at about 3 bits a weight."""
+    level = logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO
+    logging.basicConfig(stream=sys.stderr, format="%(message)s")
+    for package in ("qsrt_pack", "qsrt_runtime"):
+        logging.getLogger(package).setLevel(level)
+    ctx.obj = not quiet
+
+
+def _json_option(command: Callable) -> Callable:
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(command)
+
+
+def _overwrite_option(command: Callable) -> Callable:
+    return click.option("--overwrite", is_flag=True, help="Replace what OUT holds, whole.")(command)
+
+
+@main.command()
+@click.argument("model", type=FOLDER)
+@click.argument("out", type=FOLDER, required=False)
+@_overwrite_option
+@click.option(
+    "--search",
+    type=click.Choice(["exact", "fast"]),
+    default="exact",
+    show_default=True,
+    help="fast: a reduced trellis search, for previews; larger error.",
+)
+@click.option(
+    "--modes",
+    type=click.Choice(["R0", "all"]),
+    default="R0",
+    show_default=True,
+    help="all: try every rate mode for each expert and keep the least weight error.",
+)
+@click.option(
+    "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Sign draws."
+)
+@click.option(
+    "--loader",
+    type=click.Choice(["qsrt", "kquant"]),
+    default="qsrt",
+    show_default=True,
+    help="kquant: spell config.json for the published serving loader.",
+)
+@click.option("--dry-run", is_flag=True, help="Check and plan, write nothing.")
+@_json_option
+@click.pass_obj
+def convert(
+    show_progress: bool,
+    model: Path,
+    out: Path | None,
+    overwrite: bool,
+    search: str,
+    modes: str,
+    seed: int,
+    loader: str,
+    dry_run: bool,
+    as_json: bool,
+) -> None:
+    """Convert the local checkpoint MODEL into a sealed package OUT (default: MODEL-qsrt)."""
+    from qsrt_pack import job
+    from qsrt_pack.encode.expert import Settings
+
+    if out is None:
+        out = model.absolute().with_name(model.absolute().name + "-qsrt")
+    prepared = job.prepare(
+        model, out, Settings(seed, search, modes), loader=loader, overwrite=overwrite
+    )
+    if as_json:
+        _print_json(prepared.plan)
+    else:
+        _log.info("%s", job.describe(prepared.plan))
+    if dry_run:
+        return
+    job.run(prepared, show_progress=show_progress)
+    _log.info("%s is complete; check it with: qsrt-pack validate %s", out, out)
+
+
+@main.command()
+@click.argument("package", type=FOLDER)
+@click.option("--deep", is_flag=True, help="Decode every expert too.")
+@_json_option
+@click.pass_obj
+def validate(show_progress: bool, package: Path, deep: bool, as_json: bool) -> None:
+    """Check a package whole: schemas, rules, checksums, structure, scales."""
+    from qsrt_pack.validate import validate as run
+
+    report = run(package, deep=deep, show_progress=show_progress)
+    if as_json:
+        _print_json(report)
+    else:
+        click.echo(
+            f"{package} is valid: {report['layers']} layers, {report['experts']} experts, "
+            f"{report['files']} files, {report['bytes']:,} bytes, "
+            f"{report['bits_per_expert_weight']:.4f} bits a weight"
+            + (", every expert decoded" if deep else "")
+        )
+
+
+@main.command()
+@click.argument("package", type=FOLDER)
+@click.argument("out", type=FOLDER)
+@_overwrite_option
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    help="Of the decoded experts; by default what config.json states.",
+)
+@click.pass_obj
+def decode(
+    show_progress: bool, package: Path, out: Path, overwrite: bool, dtype: str | None
+) -> None:
+    """Decode PACKAGE into a dense checkpoint OUT that transformers loads."""
+    from qsrt_pack.restore import decode_package
+
+    decode_package(package, out, dtype=dtype, overwrite=overwrite, show_progress=show_progress)
+    _log.info("%s is complete", out)
+
+
+@main.command("eval")
+@click.argument("package", type=FOLDER)
+@click.option("--reference", type=FOLDER, required=True, help="The unquantized checkpoint.")
+@click.option("--text", type=FOLDER, required=True, help="A UTF-8 text file.")
+@click.option("--window", type=click.IntRange(2), help="Tokens read at once [1024 or less].")
+@click.option("--windows", type=click.IntRange(1), help="How many windows [all].")
+@_json_option
+@click.pass_obj
+def eval_command(
+    show_progress: bool,
+    package: Path,
+    reference: Path,
+    text: Path,
+    window: int | None,
+    windows: int | None,
+    as_json: bool,
+) -> None:
+    """Measure KL, agreement and perplexity against the unquantized model, in float32."""
+    from qsrt_pack.evaluate import describe, evaluate
+
+    report = evaluate(
+        package, reference, text, window=window, windows=windows, show_progress=show_progress
+    )
+    if as_json:
+        _print_json(report)
+    else:
+        click.echo(describe(report))
+
+
+def _print_json(value: Any) -> None:
+    click.echo(json.dumps(value, indent=2, sort_keys=True))

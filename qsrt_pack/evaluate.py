@@ -1,0 +1,186 @@
+"""How far a package's model is from its reference: forward KL and agreement on a text."""
+
+import hashlib
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import safe_open
+from torch.nn.functional import log_softmax
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+import qsrt_runtime
+from qsrt_pack.progress import bar
+from qsrt_pack.restore import DensePackage
+from qsrt_pack.source.checkpoint import digest_files, open_checkpoint
+from qsrt_pack.source.models import find_experts
+from qsrt_pack.validate import bits_per_expert_weight
+from qsrt_runtime.format import schema
+from qsrt_runtime.format.errors import FormatError
+
+_MAX_WINDOW = 1024
+_ROWS = 256  # positions whose full-vocabulary distributions are held at once
+
+
+def evaluate(
+    path: Path,
+    reference: Path,
+    text: Path,
+    *,
+    window: int | None = None,
+    windows: int | None = None,
+    show_progress: bool = True,
+) -> dict[str, Any]:
+    """Compare a package with its unquantized model on a text, in float32; returns the report.
+
+    The text is cut into windows of `window` tokens (by default 1,024, or the model's longest
+    context if that is shorter), each read on its own; an incomplete last one is left out.
+    windows: how many to use, by default all. Every position's next-token distribution is
+    compared over the full vocabulary.
+    """
+    start = time.perf_counter()
+    dense = DensePackage(path)
+    checkpoint = open_checkpoint(reference)
+    find_experts(checkpoint)
+    source_sha256 = dense.package.documents.manifest["source"]["source_sha256"]
+    data = _read_text(text)
+    tokens = _tokens(reference, data)
+    original = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32).eval()
+    longest = getattr(original.config, "max_position_embeddings", _MAX_WINDOW)
+    size = window or min(_MAX_WINDOW, longest)
+    count = len(tokens) // size
+    if not count:
+        raise FormatError(f"{text} has {len(tokens)} tokens, a window takes {size}")
+    count = min(count, windows or count)
+    packed = _packed_model(dense)
+    totals = _Totals()
+    with bar("eval", count, "windows", show_progress) as advance, torch.inference_mode():
+        for row in tokens[: count * size].unflatten(0, (count, size)):
+            totals.add(original(row[None]).logits[0], packed(row[None]).logits[0], row)
+            advance(1)
+    experts = dense.package.geometry.experts * len(dense.package.layers)
+    report = {
+        "schema": "qsrt_report_v1",
+        "kind": "eval",
+        "package": str(path),
+        "reference": str(reference),
+        "reference_is_source": schema.digest(digest_files(checkpoint)) == source_sha256,
+        "text": str(text),
+        "text_sha256": hashlib.sha256(data).hexdigest(),
+        "seal_sha256": dense.package.seal_sha256,
+        "encoder_fingerprint": dense.package.documents.marker["encoder_fingerprint"],
+        "dtype": "float32",
+        "window": size,
+        "windows": count,
+        **totals.result(),
+        "bits_per_expert_weight": bits_per_expert_weight(dense.package),
+        "expert_weights": experts * dense.package.geometry.weights_per_expert,
+        "seconds": time.perf_counter() - start,
+        "versions": {
+            "qsrt": qsrt_runtime.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+    }
+    schema.check(report, "report", "report")
+    return report
+
+
+class _Totals:
+    """Sums over positions, kept in float64."""
+
+    def __init__(self) -> None:
+        self.positions = self.targets = 0
+        self.kl_sum = self.kl_max = self.top1 = self.top10 = 0.0
+        self.nll = [0.0, 0.0]
+
+    def add(self, reference: torch.Tensor, packed: torch.Tensor, tokens: torch.Tensor) -> None:
+        """reference, packed: logits [n, vocabulary] of one window's tokens [n]."""
+        for first in range(0, len(tokens), _ROWS):
+            rows = slice(first, first + _ROWS)
+            targets = tokens[1:][rows]
+            p, q = (log_softmax(x[rows].float(), dim=-1) for x in (reference, packed))
+            kl = (p.exp() * (p - q)).sum(-1).double()
+            self.positions += len(kl)
+            self.kl_sum += float(kl.sum())
+            self.kl_max = max(self.kl_max, float(kl.max()))
+            top_p, top_q = (x.topk(min(10, x.shape[-1]), dim=-1).indices for x in (p, q))
+            self.top1 += float((top_p[:, 0] == top_q[:, 0]).sum())
+            shared = (top_p[:, :, None] == top_q[:, None, :]).any(-1)
+            self.top10 += float(shared.double().mean(-1).sum())
+            self.targets += len(targets)
+            for side, x in enumerate((p, q)):
+                self.nll[side] -= float(x[: len(targets)].gather(1, targets[:, None]).sum())
+
+    def result(self) -> dict[str, Any]:
+        scores = [nll / self.targets for nll in self.nll]
+        reference, packed = (
+            {"cross_entropy": score, "perplexity": math.exp(score)} for score in scores
+        )
+        return {
+            "positions": self.positions,
+            "kl_mean": self.kl_sum / self.positions,
+            "kl_max": self.kl_max,
+            "top1_agreement": self.top1 / self.positions,
+            "top10_agreement": self.top10 / self.positions,
+            "reference_score": reference,
+            "package_score": packed,
+        }
+
+
+def _read_text(path: Path) -> bytes:
+    data = path.read_bytes()
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        raise FormatError(f"{path} is not UTF-8 text") from None
+    return data
+
+
+def _tokens(reference: Path, data: bytes) -> torch.Tensor:
+    tokenizer = AutoTokenizer.from_pretrained(reference)
+    ids = tokenizer(data.decode(), add_special_tokens=False, verbose=False)["input_ids"]
+    return torch.tensor(ids, dtype=torch.int64)
+
+
+def _packed_model(dense: DensePackage) -> PreTrainedModel:
+    """The package's model with its experts decoded, in float32."""
+    config = AutoConfig.from_pretrained(dense.package.path)
+    del config.quantization_config
+    (architecture,) = config.architectures
+    state = {name: _load(shard, name) for name, (shard, _) in dense.base.items()}
+    state |= {name: dense.expert_weight(name) for name in dense.experts}
+    model, info = getattr(transformers, architecture).from_pretrained(
+        None, config=config, state_dict=state, dtype=torch.float32, output_loading_info=True
+    )
+    wrong = sorted([*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]])
+    if wrong:
+        raise FormatError(f"{dense.package.path}: transformers does not take tensor {wrong[0]}")
+    return model.eval()
+
+
+def _load(shard: Path, name: str) -> torch.Tensor:
+    with safe_open(shard, framework="pt") as file:
+        return file.get_tensor(name)
+
+
+def describe(report: dict[str, Any]) -> str:
+    """A report as a table for people."""
+    reference, packed = report["reference_score"], report["package_score"]
+    lines = [
+        ("KL(reference || package), mean", f"{report['kl_mean']:.5f} nats"),
+        ("KL, largest at one position", f"{report['kl_max']:.3f} nats"),
+        ("top-1 agreement", f"{100 * report['top1_agreement']:.2f} %"),
+        ("top-10 agreement", f"{100 * report['top10_agreement']:.2f} %"),
+        ("perplexity, reference", f"{reference['perplexity']:.4f}"),
+        ("perplexity, package", f"{packed['perplexity']:.4f}"),
+        ("stored bits an expert weight", f"{report['bits_per_expert_weight']:.4f}"),
+        ("positions", f"{report['positions']:,} in windows of {report['window']:,}"),
+    ]
+    if not report["reference_is_source"]:
+        lines.append(("note", "the reference is not the checkpoint that was packed"))
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in lines)

@@ -1,0 +1,112 @@
+"""What convert will do: sizes, memory and time, before anything is written."""
+
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qsrt_pack.assemble.shards import Spec
+from qsrt_pack.encode.expert import Settings, modes_tried
+from qsrt_pack.encode.incoherence import scale_search_cost
+from qsrt_pack.encode.viterbi import search
+from qsrt_pack.source.checkpoint import Checkpoint
+from qsrt_pack.source.models import RoutedExperts
+from qsrt_runtime.format import container, schema
+from qsrt_runtime.format.geometry import Geometry
+from qsrt_runtime.format.tensorfile import tensor_bytes
+
+_PROBE_SECONDS = 0.5
+# Float32 copies of the largest matrix alive at once while it is encoded; measured.
+_MATRIX_COPIES = 12
+_BASE_MEMORY = 400_000_000  # interpreter, torch and the compiled search; measured
+
+
+def make_plan(
+    checkpoint: Checkpoint, experts: RoutedExperts, out: Path, settings: Settings, loader: str
+) -> dict[str, Any]:
+    """The plan document, schema `plan`. Runs a short probe of the search to tell the time."""
+    geometry = experts.geometry
+    base = base_tensors(checkpoint, experts)
+    base_bytes = sum(tensor_bytes(*spec) for spec in base.values())
+    side_bytes = sum((checkpoint.path / name).stat().st_size for name in checkpoint.carried)
+    layer_bytes = container.layer_file_bytes(geometry)
+    rates = {method: probe(method) for method in {settings.search, "fast"}}
+    value = {
+        "schema": "qsrt_plan_v1",
+        "source": str(checkpoint.path),
+        "output": str(out),
+        "architecture": experts.architecture.expert_key,
+        "model_type": experts.model_type,
+        "layers": list(experts.layers),
+        "experts_per_layer": geometry.experts,
+        "topk": experts.topk,
+        "hidden_size": geometry.hidden,
+        "intermediate_size": geometry.intermediate,
+        "atom_slots": geometry.slots,
+        "atoms_per_expert": geometry.atoms_per_expert,
+        "profile": geometry.profile,
+        "activation": experts.activation,
+        "expert_weights": geometry.weights_per_expert * geometry.experts * len(experts.layers),
+        "modes": settings.modes,
+        "search": settings.search,
+        "seed": settings.seed,
+        "loader": loader,
+        "device": "cpu",
+        "bytes_in": sum((checkpoint.path / n).stat().st_size for n in checkpoint.shards),
+        "bytes_out": layer_bytes * len(experts.layers) + base_bytes + side_bytes,
+        "layer_file_bytes": layer_bytes,
+        "base_bytes": base_bytes,
+        "memory_bytes": memory_bytes(geometry),
+        "free_disk_bytes": shutil.disk_usage(_existing(out.parent)).free,
+        "weights_per_second": rates[settings.search],
+        "seconds": encode_seconds(experts, settings, rates),
+        "carried_files": list(checkpoint.carried),
+        "left_out_files": list(checkpoint.left_out),
+    }
+    schema.check(value, "plan", "plan")
+    return value
+
+
+def base_tensors(checkpoint: Checkpoint, experts: RoutedExperts) -> dict[str, Spec]:
+    """dtype and shape of every tensor that is carried as it is."""
+    routed = set(experts.tensor_names())
+    return {
+        name: (entry.dtype, entry.shape)
+        for name, (_, entry) in checkpoint.tensors.items()
+        if name not in routed
+    }
+
+
+def probe(method: str) -> float:
+    """Weights a second of the search at 3 bits on normal noise, measured for half a second."""
+    tiles = 1.2 * torch.randn(32, 256, generator=torch.Generator().manual_seed(0))
+    search(tiles[:1], 3, method)  # compiles
+    start, done = time.perf_counter(), 0
+    while (elapsed := time.perf_counter() - start) < _PROBE_SECONDS:
+        search(tiles, 3, method)
+        done += tiles.numel()
+    return done / elapsed
+
+
+def encode_seconds(experts: RoutedExperts, settings: Settings, rates: dict[str, float]) -> float:
+    """Seconds of search for all experts; rotations and packing are small beside it."""
+    geometry = experts.geometry
+    shapes = 2 * [(geometry.hidden, geometry.intermediate)]
+    shapes += [(geometry.intermediate, geometry.hidden)]
+    passes = len(modes_tried(settings, geometry.records))
+    each = passes * geometry.weights_per_expert / rates[settings.search]
+    each += sum(scale_search_cost(*shape) for shape in shapes) / rates["fast"]
+    return each * geometry.experts * len(experts.layers)
+
+
+def memory_bytes(geometry: Geometry) -> int:
+    """Peak memory while encoding: one expert's weights and one matrix's working copies."""
+    matrix = 4 * geometry.hidden * geometry.intermediate
+    return _BASE_MEMORY + (3 + _MATRIX_COPIES) * matrix
+
+
+def _existing(folder: Path) -> Path:
+    folder = folder.absolute()
+    return folder if folder.exists() else _existing(folder.parent)

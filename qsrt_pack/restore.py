@@ -1,0 +1,168 @@
+"""Decode a package back into dense weights in the source's names and channel order."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qsrt_pack.assemble.shards import Spec, file_pieces, write_shards
+from qsrt_pack.output import check_output, replacing
+from qsrt_pack.progress import bar
+from qsrt_pack.source.models import ARCHITECTURES
+from qsrt_runtime.format import decode, paths, schema
+from qsrt_runtime.format import manifest as manifests
+from qsrt_runtime.format.container import Layer, unpack_expert
+from qsrt_runtime.format.errors import FormatError
+from qsrt_runtime.format.geometry import RECORD
+from qsrt_runtime.format.package import (
+    Package,
+    check_base,
+    open_package,
+    read_evidence,
+    read_package_layer,
+    verify_file,
+)
+from qsrt_runtime.format.rates import stored_channels
+from qsrt_runtime.format.tensorfile import TensorEntry, read_header, tensor_data
+
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+class DensePackage:
+    """The dense tensors that an opened package decodes to.
+
+    base: carried tensors by name, with the shard and place of their bytes.
+    experts: name of an expert's tensor -> (layer, expert, matrix).
+    Keeps the layer and the expert read last, so that reading in order decodes each once.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open a package and verify its carried shards; FormatError on any doubt."""
+        self.package = open_package(path)
+        check_base(self.package)
+        if not self.package.documents.is_ours:
+            raise FormatError(
+                f"{path} was made elsewhere; its evidence does not keep the source's channel order"
+            )
+        self.base: dict[str, tuple[Path, TensorEntry]] = {}
+        for shard in sorted(set(self.package.documents.index["weight_map"].values())):
+            verify_file(self.package, shard)
+            for name, entry in read_header(path / shard).tensors.items():
+                self.base[name] = (path / shard, entry)
+        self.experts = _expert_names(self.package)
+        self._layer: tuple[int, Layer, dict[str, Any]] | None = None
+        self._expert: tuple[int, int, dict[str, torch.Tensor]] | None = None
+
+    def expert_weight(self, name: str) -> torch.Tensor:
+        """One expert's decoded tensor [out, in] float32 in the source's channel order."""
+        number, expert, matrix = self.experts[name]
+        if self._expert is None or self._expert[:2] != (number, expert):
+            layer, evidence = self._read_layer(number)
+            order = manifests.low_to_high(
+                evidence["experts"][expert]["low_to_high"],
+                layer.geometry.intermediate,
+                f"{self.package.evidence_path(number)}: expert {expert}",
+            )
+            weights = decode.dense_expert(unpack_expert(layer, expert))
+            self._expert = (number, expert, source_order(weights, order))
+        return self._expert[2][matrix]
+
+    def _read_layer(self, number: int) -> tuple[Layer, dict[str, Any]]:
+        if self._layer is None or self._layer[0] != number:
+            layer = read_package_layer(self.package, number)
+            self._layer = (number, layer, read_evidence(self.package, number))
+        return self._layer[1:]
+
+
+def decode_package(
+    path: Path,
+    out: Path,
+    *,
+    dtype: str | None = None,
+    overwrite: bool = False,
+    show_progress: bool = True,
+) -> None:
+    """Write a dense checkpoint that transformers loads.
+
+    dtype: of the expert weights, a key of DTYPES, by default the one config.json states; other
+    tensors and files are copied as they are.
+    """
+    dense = DensePackage(path)
+    check_output(out, path, overwrite)
+    config = dict(dense.package.documents.config)
+    kind = dtype or config.get("dtype") or config.get("torch_dtype") or "float32"
+    if kind not in DTYPES:
+        raise FormatError(f"{path}: dtype {kind!r} is not one of {sorted(DTYPES)}; give --dtype")
+    del config["quantization_config"]
+    with (
+        replacing(out) as folder,
+        bar("decode", len(dense.experts), "tensors", show_progress) as advance,
+    ):
+
+        def payload(name: str) -> Iterable[bytes]:
+            if name in dense.base:
+                shard, entry = dense.base[name]
+                return file_pieces(shard, entry.start, entry.end)
+            advance(1)
+            return [tensor_data(dense.expert_weight(name).to(getattr(torch, kind)))]
+
+        index = write_shards(folder, _specs(dense, DTYPES[kind]), payload)
+        paths.write_file(folder / manifests.INDEX, schema.dump(index))
+        paths.write_file(folder / manifests.CONFIG, schema.dump(config))
+        _copy_side_files(dense.package, folder)
+
+
+def source_order(
+    weights: dict[str, torch.Tensor], low_to_high: torch.Tensor
+) -> dict[str, torch.Tensor]:
+    """Dense matrices from stored order to the source's order of intermediate channels.
+
+    weights: w1, w3 [I, H], w2 [H, I].   low_to_high: [I], see qsrt_runtime.format.manifest.
+    """
+    channel = low_to_high[stored_channels(len(low_to_high) // RECORD)]
+    place = torch.argsort(channel)
+    return {m: w[:, place] if m == "w2" else w[place] for m, w in weights.items()}
+
+
+def _expert_names(package: Package) -> dict[str, tuple[int, int, str]]:
+    model_type = package.documents.config.get("model_type")
+    architecture = ARCHITECTURES.get(model_type)
+    if architecture is None:
+        raise FormatError(
+            f"{package.path}/config.json: model_type {model_type!r} is not one of "
+            f"{sorted(ARCHITECTURES)}"
+        )
+    return {
+        architecture.expert_key.format(layer=layer, expert=expert, part=part): (
+            layer,
+            expert,
+            matrix,
+        )
+        for layer in package.layers
+        for expert in range(package.geometry.experts)
+        for matrix, part in architecture.parts.items()
+    }
+
+
+def _specs(dense: DensePackage, kind: str) -> dict[str, Spec]:
+    """dtype and shape of every tensor of the dense checkpoint."""
+    hidden, intermediate = dense.package.geometry.hidden, dense.package.geometry.intermediate
+    specs = {name: (entry.dtype, entry.shape) for name, (_, entry) in dense.base.items()}
+    for name, (_, _, matrix) in dense.experts.items():
+        shape = (hidden, intermediate) if matrix == "w2" else (intermediate, hidden)
+        specs[name] = (kind, shape)
+    return specs
+
+
+def _copy_side_files(package: Package, folder: Path) -> None:
+    """Copy what is neither weights nor a document of the package."""
+    own = {manifests.MANIFEST, manifests.CONFIG, manifests.INDEX, ".gitattributes"}
+    own |= {package.layer_path(n).name for n in package.layers}
+    own |= {package.evidence_path(n).name for n in package.layers}
+    own |= set(package.documents.index["weight_map"].values())
+    for name in sorted(set(package.digests) - own):
+        verify_file(package, name)
+        source, target = package.path / name, folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        paths.write_pieces(target, file_pieces(source, 0, source.stat().st_size))

@@ -1,0 +1,163 @@
+"""Open a Hugging Face checkpoint folder strictly, and read it one tensor at a time.
+
+Opening reads config, index and every shard's header, and no tensor. Nothing is executed or
+unpickled.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from qsrt_runtime.format import paths, schema
+from qsrt_runtime.format.errors import FormatError
+from qsrt_runtime.format.manifest import CHECKSUMS, CONFIG, INDEX, MANIFEST, MARKER
+from qsrt_runtime.format.tensorfile import Header, TensorEntry, read_header
+
+SINGLE = "model.safetensors"
+_NUMBERED = re.compile(r"^(?P<stem>.+)-(?P<index>\d{5})-of-(?P<count>\d{5})\.safetensors$")
+# Weights in other formats, code, and files that a package writes anew.
+_NOT_CARRIED = re.compile(
+    r"\.(safetensors|bin|pt|pth|ckpt|pkl|pickle|npz|msgpack|h5|onnx|gguf|py|pyc)$"
+    r"|\.index\.json$|(^|/)\.|^config\.json$|^README\.md$",
+    re.IGNORECASE,
+)
+_PACKAGE_FILES = {MANIFEST, MARKER, CHECKSUMS}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose headers have been read.
+
+    tensors: name -> (shard, where it lies).   shards: relative names.   carried: side files that
+    a package copies.   left_out: files that are neither weights of this checkpoint nor carried.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    tensors: dict[str, tuple[str, TensorEntry]]
+    shards: tuple[str, ...]
+    carried: tuple[str, ...]
+    left_out: tuple[str, ...]
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """Read config, index and shard headers of a local folder; FormatError on any doubt."""
+    if not path.is_dir():
+        raise FormatError(
+            f"{path} is not a folder; give a local checkpoint folder (download it first)"
+        )
+    path = path.resolve()
+    files = paths.files_below(path)
+    found = _PACKAGE_FILES & set(files)
+    if found:
+        raise FormatError(f"{path} holds {min(found)}: it is a package already, not a checkpoint")
+    if CONFIG not in files:
+        raise FormatError(f"{path / CONFIG} is missing; this is no Hugging Face checkpoint folder")
+    paths.regular_file(path / CONFIG, path)
+    config = schema.read(path / CONFIG)
+    if not isinstance(config, dict):
+        raise FormatError(f"{path / CONFIG} is a JSON {type(config).__name__}, not an object")
+    tensors = _indexed(path) if INDEX in files else _without_index(path, files)
+    shards = tuple(sorted({shard for shard, _ in tensors.values()}))
+    own = {CONFIG, INDEX, *shards}
+    carried = tuple(n for n in files if n not in own and not _NOT_CARRIED.search(n))
+    for name in carried:
+        paths.regular_file(path / name, path)
+    left_out = tuple(n for n in files if n not in own and _NOT_CARRIED.search(n))
+    return Checkpoint(path, config, tensors, shards, carried, left_out)
+
+
+def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+    """One tensor as stored."""
+    shard, _ = checkpoint.tensors[name]
+    with safe_open(checkpoint.path / shard, framework="pt") as file:
+        return file.get_tensor(name)
+
+
+def check_finite(checkpoint: Checkpoint, name: str) -> None:
+    """Refuse a tensor that holds a NaN or an infinity, naming the first position."""
+    tensor = read_tensor(checkpoint, name)
+    bad = ~torch.isfinite(tensor)
+    if bad.any():
+        position = bad.nonzero()[0].tolist()
+        raise FormatError(
+            f"{checkpoint.path / checkpoint.tensors[name][0]}: tensor {name} holds "
+            f"{tensor[tuple(position)].item()} at {position}; expected finite weights"
+        )
+
+
+def digest_files(
+    checkpoint: Checkpoint, advance: Callable[[int], None] | None = None
+) -> dict[str, str]:
+    """SHA-256 of config, index and shards by name: what `source_sha256` is taken over."""
+    names = [CONFIG, *checkpoint.shards]
+    if (checkpoint.path / INDEX).exists():
+        names.append(INDEX)
+    return {name: paths.sha256_file(checkpoint.path / name, advance) for name in sorted(names)}
+
+
+def _indexed(path: Path) -> dict[str, tuple[str, TensorEntry]]:
+    where = path / INDEX
+    paths.regular_file(where, path)
+    value = schema.parse(where.read_bytes(), str(where))
+    weight_map = value.get("weight_map") if isinstance(value, dict) else None
+    if not isinstance(weight_map, dict):
+        raise FormatError(f"{where} has no weight_map object")
+    headers: dict[str, Header] = {}
+    for tensor, shard in weight_map.items():
+        paths.relative_name(shard, f"{where}: weight_map of {tensor}")
+        if shard not in headers:
+            paths.regular_file(path / shard, path)
+            headers[shard] = read_header(path / shard)
+        if tensor not in headers[shard].tensors:
+            raise FormatError(f"{where}: {shard} does not hold tensor {tensor}")
+    for shard, header in headers.items():
+        for tensor in header.tensors:
+            if weight_map.get(tensor) != shard:
+                raise FormatError(
+                    f"{path / shard} holds tensor {tensor}, which {INDEX} "
+                    f"places in {weight_map.get(tensor, 'no shard')}"
+                )
+    return {tensor: (s, headers[s].tensors[tensor]) for tensor, s in weight_map.items()}
+
+
+def _without_index(path: Path, files: list[str]) -> dict[str, tuple[str, TensorEntry]]:
+    shards = [SINGLE] if SINGLE in files else _numbered_shards(path, files)
+    tensors: dict[str, tuple[str, TensorEntry]] = {}
+    for shard in shards:
+        paths.regular_file(path / shard, path)
+        for name, entry in read_header(path / shard).tensors.items():
+            if name in tensors:
+                raise FormatError(f"{path}: {tensors[name][0]} and {shard} both hold tensor {name}")
+            tensors[name] = (shard, entry)
+    return tensors
+
+
+def _numbered_shards(path: Path, files: list[str]) -> list[str]:
+    matches = [m for m in map(_NUMBERED.match, files) if m and "/" not in m.string]
+    if not matches:
+        raise FormatError(_no_weights(path, files))
+    sets = {(m["stem"], m["count"]) for m in matches}
+    if len(sets) > 1:
+        raise FormatError(f"{path}: shards of {len(sets)} different sets and no {INDEX}")
+    ((stem, count),) = sets
+    shards = [f"{stem}-{i:05d}-of-{count}.safetensors" for i in range(1, int(count) + 1)]
+    missing = sorted(set(shards) - set(files))
+    if missing:
+        raise FormatError(f"{path / missing[0]} is missing (and there is no {INDEX})")
+    return shards
+
+
+def _no_weights(path: Path, files: list[str]) -> str:
+    pickles = [n for n in files if re.search(r"\.(bin|pt|pth|ckpt|pkl)$", n)]
+    if pickles:
+        return (
+            f"{path} has its weights only as {pickles[0]}, a pickle, which is never opened; "
+            "save it as safetensors first (transformers: model.save_pretrained(folder))"
+        )
+    return f"{path} has neither {INDEX} nor {SINGLE} nor numbered shards"
