@@ -1,0 +1,72 @@
+"""Fixtures shared by all tests. Everything runs without a GPU and without the network."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import checkpoints
+import pytest
+import torch
+
+from qsrt_pack import job
+from qsrt_pack.encode.expert import Settings
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when a test first imports transformers
+
+ROOT = Path(__file__).parents[1]
+GOLDEN = ROOT / "tests" / "golden"
+FULL_GOLDEN = ROOT.parent / "shared" / "golden"  # a larger set, used where it is there
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def golden() -> Path:
+    """The golden data that lies in the repository."""
+    return GOLDEN
+
+
+@pytest.fixture(scope="session")
+def full_golden() -> Path:
+    """The full golden set; tests of it are skipped where only the repository is there."""
+    if not FULL_GOLDEN.is_dir():
+        pytest.skip("the full golden set is not here")
+    return FULL_GOLDEN
+
+
+@pytest.fixture(scope="session")
+def facts() -> dict:
+    """Checksums and figures of the golden data."""
+    return json.loads((GOLDEN / "index.json").read_text())["facts"]
+
+
+@pytest.fixture(scope="session")
+def clean_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint that converts. Never written to: tests damage copies."""
+    return checkpoints.write_checkpoint(tmp_path_factory.mktemp("clean") / "model")
+
+
+@pytest.fixture(scope="session")
+def clean_package(clean_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The package of the tiny checkpoint, by the fast search. Never written to."""
+    out = tmp_path_factory.mktemp("package") / "model-qsrt"
+    job.run(job.prepare(clean_checkpoint, out, Settings(search="fast")), show_progress=False)
+    return out
+
+
+@pytest.fixture
+def checkpoint(clean_checkpoint: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny checkpoint to damage."""
+    return shutil.copytree(clean_checkpoint, tmp_path / "model")
+
+
+@pytest.fixture
+def package(clean_package: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny package to damage."""
+    return shutil.copytree(clean_package, tmp_path / "model-qsrt")
