@@ -16,12 +16,11 @@ from qsrt_pack.assemble.package import (
     GIT_ATTRIBUTES,
     build_config,
     build_manifest,
-    encoder_settings,
 )
 from qsrt_pack.assemble.shards import file_pieces, write_shards
 from qsrt_pack.encode.expert import Settings, encode_expert
 from qsrt_pack.output import check_output, replacing
-from qsrt_pack.plan import base_tensors, make_plan
+from qsrt_pack.plan import make_plan
 from qsrt_pack.progress import bar
 from qsrt_pack.source.checkpoint import (
     Checkpoint,
@@ -31,7 +30,7 @@ from qsrt_pack.source.checkpoint import (
     read_tensor,
 )
 from qsrt_pack.source.dtypes import to_float32
-from qsrt_pack.source.models import RoutedExperts, find_experts
+from qsrt_pack.source.models import RoutedExperts, carried_tensors, find_experts
 from qsrt_runtime.format import manifest as manifests
 from qsrt_runtime.format import paths, schema
 from qsrt_runtime.format.container import LayerWriter
@@ -73,7 +72,15 @@ def run(job: Job, *, show_progress: bool = True) -> None:
     with replacing(job.out) as folder:
         evidence = _write_layers(job, folder, source_sha256, show_progress)
         base_sha256 = _write_base(job, folder)
-        manifest = build_manifest(job.experts, job.settings, source_sha256, base_sha256, evidence)
+        manifest = build_manifest(
+            job.experts.geometry,
+            topk=job.experts.topk,
+            activation=job.experts.activation,
+            encoder_settings=job.settings.fingerprinted(),
+            source_sha256=source_sha256,
+            base_sha256=base_sha256,
+            evidence=evidence,
+        )
         config = build_config(job.checkpoint.config, manifest, job.loader)
         paths.write_file(folder / manifests.MANIFEST, schema.dump(manifest))
         paths.write_file(folder / manifests.CONFIG, schema.dump(config))
@@ -95,7 +102,7 @@ def _read_source(job: Job, show_progress: bool) -> str:
 def _write_layers(
     job: Job, folder: Path, source_sha256: str, show_progress: bool
 ) -> dict[int, dict[str, Any]]:
-    fingerprint = manifests.encoder_fingerprint(encoder_settings(job.settings))
+    fingerprint = manifests.encoder_fingerprint(job.settings.fingerprinted())
     evidence = {}
     with bar("encode", job.plan["expert_weights"], "weights", show_progress) as advance:
         for layer in job.experts.layers:
@@ -108,7 +115,7 @@ def _write_layers(
                 for expert in range(job.experts.geometry.experts):
                     entries.append(_write_expert(job, writer, layer, expert))
                     advance(job.experts.geometry.weights_per_expert)
-            evidence[layer] = layer_evidence(writer, job.settings, entries)
+            evidence[layer] = layer_evidence(writer, job.settings.search, entries)
             data = schema.dump(evidence[layer])
             paths.write_file(folder / manifests.evidence_file_name(layer), data)
             _report_layer(layer, entries, time.perf_counter() - start)
@@ -127,7 +134,7 @@ def _write_expert(job: Job, writer: LayerWriter, layer: int, expert: int) -> dic
     except ValueError as error:
         raise FormatError(f"layer {layer} expert {expert}: {error}") from error
     writer.write_expert(expert, encoded.coded)
-    entry = expert_evidence(expert, encoded)
+    entry = expert_evidence(expert, encoded.coded, encoded.low_to_high_groups, encoded.nmse)
     if entry["zero_matrices"]:
         _log.warning(
             "layer %d expert %d: %s all zero", layer, expert, ", ".join(entry["zero_matrices"])
@@ -161,7 +168,7 @@ def _write_base(job: Job, folder: Path) -> str:
         shard, entry = checkpoint.tensors[name]
         return file_pieces(checkpoint.path / shard, entry.start, entry.end)
 
-    index = write_shards(folder, base_tensors(checkpoint, job.experts), payload)
+    index = write_shards(folder, carried_tensors(checkpoint, job.experts), payload)
     schema.check(index, "index", manifests.INDEX)
     paths.write_file(folder / manifests.INDEX, schema.dump(index))
     for name in checkpoint.carried:

@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from qsrt_pack.assemble.shards import Spec
 from qsrt_pack.encode.expert import Settings, modes_tried
 from qsrt_pack.encode.incoherence import scale_search_cost
 from qsrt_pack.encode.viterbi import search
 from qsrt_pack.source.checkpoint import Checkpoint
-from qsrt_pack.source.models import RoutedExperts
+from qsrt_pack.source.models import RoutedExperts, carried_tensors
 from qsrt_runtime.format import container, schema
 from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.format.tensorfile import tensor_bytes
@@ -28,7 +27,7 @@ def make_plan(
 ) -> dict[str, Any]:
     """The plan document, schema `plan`. Runs a short probe of the search to tell the time."""
     geometry = experts.geometry
-    base = base_tensors(checkpoint, experts)
+    base = carried_tensors(checkpoint, experts)
     base_bytes = sum(tensor_bytes(*spec) for spec in base.values())
     side_bytes = sum((checkpoint.path / name).stat().st_size for name in checkpoint.carried)
     layer_bytes = container.layer_file_bytes(geometry)
@@ -67,16 +66,6 @@ def make_plan(
     }
     schema.check(value, "plan", "plan")
     return value
-
-
-def base_tensors(checkpoint: Checkpoint, experts: RoutedExperts) -> dict[str, Spec]:
-    """dtype and shape of every tensor that is carried as it is."""
-    routed = set(experts.tensor_names())
-    return {
-        name: (entry.dtype, entry.shape)
-        for name, (_, entry) in checkpoint.tensors.items()
-        if name not in routed
-    }
 
 
 def probe(method: str) -> float:

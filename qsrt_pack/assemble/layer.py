@@ -2,31 +2,37 @@
 
 from typing import Any
 
-from qsrt_pack.encode.expert import EncodedExpert, Settings
-from qsrt_runtime.format import codebook, container, schema
+import torch
+
+from qsrt_runtime.format import atom, codebook, container, schema
 from qsrt_runtime.format import manifest as manifests
 from qsrt_runtime.format.container import LayerWriter
 
 
-def expert_evidence(expert: int, encoded: EncodedExpert) -> dict[str, Any]:
-    """One expert's entry. Without calibration there are no tokens and no functional error."""
-    coded = encoded.coded
+def expert_evidence(
+    expert: int, coded: atom.Expert, low_to_high_groups: torch.Tensor, nmse: dict[str, float]
+) -> dict[str, Any]:
+    """One expert's entry. Without calibration there are no tokens and no functional error.
+
+    low_to_high_groups: [I/4], groups of four source channels, least important first.
+    nmse: of w1, w3 and w2.
+    """
     scales = {"w1": coded.w1.svh, "w3": coded.w3.svh, "w2": coded.w2.svh}
     return {
         "expert": expert,
         "mode13": f"R{coded.mode13}",
         "mode2": f"R{coded.mode2}",
-        "nmse": encoded.nmse,
+        "nmse": nmse,
         "functional_nmse": None,
         "tokens": None,
         "fallback": None,
         "zero_matrices": sorted(name for name, svh in scales.items() if not svh.any()),
-        "low_to_high": manifests.encode_low_to_high(encoded.low_to_high_groups),
+        "low_to_high": manifests.encode_low_to_high(low_to_high_groups),
     }
 
 
 def layer_evidence(
-    written: LayerWriter, settings: Settings, experts: list[dict[str, Any]]
+    written: LayerWriter, search: str, experts: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """The evidence document of a layer file that has just been written."""
     evidence = {
@@ -42,7 +48,7 @@ def layer_evidence(
         "schema": container.FRUIT,
         "source_sha256": written.source_sha256,
         "version": 1,
-        "search": settings.search,
+        "search": search,
         "experts": experts,
     }
     schema.check(evidence, "evidence", manifests.evidence_file_name(written.layer))

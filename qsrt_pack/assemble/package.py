@@ -1,32 +1,17 @@
 """The documents of a package: manifest, config, and what a Hub needs beside them."""
 
 import importlib.metadata
-from dataclasses import asdict
 from typing import Any
 
 import torch
 
 import qsrt_runtime
-from qsrt_pack.encode.expert import Settings
-from qsrt_pack.encode.ldlq import DAMPING
-from qsrt_pack.source.models import RoutedExperts
 from qsrt_runtime.format import codebook, container, schema
 from qsrt_runtime.format import manifest as manifests
+from qsrt_runtime.format.geometry import Geometry
 
 LOADERS = ("qsrt", "kquant")
 GIT_ATTRIBUTES = b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
-
-
-def encoder_settings(settings: Settings) -> dict[str, Any]:
-    """Every setting that can change a byte of a layer file."""
-    return {
-        **asdict(settings),
-        "package": qsrt_runtime.__version__,
-        "codebook_sha256": codebook.TABLES_SHA256,
-        "damping": DAMPING,
-        "calibration_sha256": None,
-        "device": "cpu",
-    }
 
 
 def library_versions() -> dict[str, str | None]:
@@ -39,19 +24,21 @@ def library_versions() -> dict[str, str | None]:
 
 
 def build_manifest(
-    experts: RoutedExperts,
-    settings: Settings,
+    geometry: Geometry,
+    *,
+    topk: int,
+    activation: str,
+    encoder_settings: dict[str, Any],
     source_sha256: str,
     base_sha256: str,
     evidence: dict[int, dict[str, Any]],
 ) -> dict[str, Any]:
-    """qsrt-manifest.json. evidence: each layer's evidence document.
+    """qsrt-manifest.json. evidence: the evidence document of each layer.
 
+    encoder_settings: every setting that can change a byte of a layer file.
     base_sha256: the digest over the base shards and the index that were written.
     """
-    geometry = experts.geometry
-    encoder = encoder_settings(settings)
-    fingerprint = manifests.encoder_fingerprint(encoder)
+    fingerprint = manifests.encoder_fingerprint(encoder_settings)
     versions = library_versions()
     value = {
         "schema": "kquant_qsrt_model_manifest_v1",
@@ -66,16 +53,16 @@ def build_manifest(
             "name": manifests.PRODUCER,
             "versions": versions,
             "fingerprint": manifests.producer_fingerprint(fingerprint, versions),
-            "encoder": {"fingerprint": fingerprint, "settings": encoder},
+            "encoder": {"fingerprint": fingerprint, "settings": encoder_settings},
         },
         "source": {"source_kind": manifests.SOURCE_KIND, "source_sha256": source_sha256},
         "base_model": {"manifest_sha256": base_sha256},
         "geometry": {
-            "layers": list(experts.layers),
+            "layers": sorted(evidence),
             "experts_per_layer": geometry.experts,
             "hidden_size": geometry.hidden,
             "intermediate_size": geometry.intermediate,
-            "topk": experts.topk,
+            "topk": topk,
             "profile": geometry.profile,
             "atom_slots": geometry.slots,
             "atoms_per_expert": geometry.atoms_per_expert,
@@ -91,7 +78,7 @@ def build_manifest(
                 "sha256": document["safetensors_sha256"],
                 "expert_count": geometry.experts,
                 "evidence": manifests.evidence_file_name(layer),
-                "activation": {"default": experts.activation, "experts": {}},
+                "activation": {"default": activation, "experts": {}},
             }
             for layer, document in evidence.items()
         },

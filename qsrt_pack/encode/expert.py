@@ -1,12 +1,14 @@
 """Encode one expert: order its channels, rotate, scale, search, pack, and check the result."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 
+import qsrt_runtime
 from qsrt_pack.encode import incoherence, permutation
-from qsrt_pack.encode.ldlq import feedback_factor, ldlq, rotate_hessian
+from qsrt_pack.encode.ldlq import DAMPING, feedback_factor, ldlq, rotate_hessian
 from qsrt_pack.encode.viterbi import search
 from qsrt_runtime.format import atom, codebook, decode, tile
 from qsrt_runtime.format.geometry import RECORD, TILE, Geometry
@@ -28,12 +30,23 @@ class Settings:
     """What decides an expert's bytes besides its weights.
 
     seed: of the sign draws.   search: a method of viterbi.METHODS.   modes: "R0" alone, or "all"
-    nine combinations (four where there are two records), of which the one of least weight error is kept.
+    nine combinations (four where there are two records), keeping the least weight error.
     """
 
     seed: int = 0
     search: str = "exact"
     modes: str = "R0"
+
+    def fingerprinted(self) -> dict[str, Any]:
+        """Every setting that can change a byte of a layer file."""
+        return {
+            **asdict(self),
+            "package": qsrt_runtime.__version__,
+            "codebook_sha256": codebook.TABLES_SHA256,
+            "damping": DAMPING,
+            "calibration_sha256": None,
+            "device": "cpu",
+        }
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ def find_experts(checkpoint: Checkpoint) -> RoutedExperts:
     config = checkpoint.config
     where = f"{checkpoint.path}/config.json"
     if not any(".experts." in name for name in checkpoint.tensors):
-        raise FormatError(f"{checkpoint.path} has no routed experts: it is a dense model")
+        raise FormatError(f"{checkpoint.path} has no routed experts: no tensor is named .experts.")
     model_type = config.get("model_type")
     architecture = ARCHITECTURES.get(model_type) if isinstance(model_type, str) else None
     if architecture is None:
@@ -114,6 +114,18 @@ def find_experts(checkpoint: Checkpoint) -> RoutedExperts:
     _check_names(checkpoint, experts)
     _check_tensors(checkpoint, experts)
     return experts
+
+
+def carried_tensors(
+    checkpoint: Checkpoint, experts: RoutedExperts
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """dtype and shape of every tensor that is not a routed expert's."""
+    routed = set(experts.tensor_names())
+    return {
+        name: (entry.dtype, entry.shape)
+        for name, (_, entry) in checkpoint.tensors.items()
+        if name not in routed
+    }
 
 
 def _size(config: dict[str, Any], key: str, where: str) -> int:
