@@ -66,9 +66,8 @@ def test_strides_do_not_matter(tiles):
 def test_error_on_normal_weights(bits, limit):
     targets = normal(64, bits)
     distance = values_at(search_cpu(targets, bits), bits) - targets
-    # A tile's error over its mean square varies by @SD@ of itself; four times that over
-    # the root of 64 tiles.
-    assert distance.square().sum() / targets.square().sum() < limit * (1 + 4 * 0.05 / 8)
+    # A tile's ratio varies by 2.4% to 3.3% (512 tiles): four times that, over the root of 64.
+    assert distance.square().sum() / targets.square().sum() < limit * (1 + 4 * 0.033 / 8)
 
 
 def test_refuses_what_the_reference_refuses():

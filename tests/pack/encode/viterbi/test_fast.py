@@ -18,18 +18,20 @@ def squared_error(targets, edges, bits):
     return (codebook.values(bits)[states & 0xFFFF] - targets).square().sum(1, dtype=torch.float64)
 
 
-@pytest.mark.parametrize(("bits", "factor"), [(2, 1.18), (3, 1.28), (4, 1.28)])
+@pytest.mark.parametrize(("bits", "factor"), [(2, 1.19), (3, 1.31), (4, 1.29)])
 def test_error_is_near_the_least(bits, factor):
     targets = normal(64, bits)
     exact = squared_error(targets, search_cpu(targets, bits), bits)
     fast = squared_error(targets, search_fast(targets, bits), bits)
-    # On 1,024 tiles the errors' ratio is 1.16, 1.25 and 1.25; it varies by 4% from tile to tile.
+    # On 512 tiles the ratio is 1.149, 1.241 and 1.171, and a tile's varies by 7%, 10% and 19%:
+    # four times that, over the root of 64, is added.
     assert exact.sum() < fast.sum() < exact.sum() * factor
 
 
 @pytest.mark.parametrize("bits", codebook.BITS)
 def test_circles_close(bits):
-    # Where a circle is closed badly, some positions have random values, each 2 from its target.
+    # Where a circle is closed badly, about 5 positions have random values, each some 2 from its
+    # target: around the closing the mean error would be several times that of the whole.
     targets = normal(64, bits)
     edges = search_fast(targets, bits)
     states = sum(edges.long().roll(i, 1) << (i * bits) for i in range(-(-16 // bits)))
@@ -45,7 +47,7 @@ def test_a_tile_depends_on_nothing_else(bits):
     targets[2] *= 1e14
     whole = search_fast(targets, bits)
     threads = torch.get_num_threads()
-    torch.set_num_threads(3 - min(threads, 2))
+    torch.set_num_threads(1 if threads > 1 else 2)
     again = search_fast(targets.flip(0), bits).flip(0)
     torch.set_num_threads(threads)
     assert torch.equal(whole, again)

@@ -25,7 +25,9 @@ def test_every_tile_once_and_in_place(n, threads):
 
     targets = torch.arange(n, dtype=torch.float32)[:, None].expand(n, 256)
     assert torch.equal(over_tiles(search_tiles, targets, 5), targets.to(torch.uint8))
-    assert sorted(sizes, reverse=True) == [5] * (n // 5) + [n % 5] * (n % 5 > 0)
+    assert sum(sizes) == n
+    assert len(sizes) >= min(n, threads)
+    assert max(sizes, default=0) <= 5
 
 
 def test_chunks_run_at_the_same_time():
