@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from qsrt_pack.encode.expert import Settings, modes_tried
-from qsrt_pack.encode.incoherence import scale_search_cost
+from qsrt_pack.encode.expert import Settings, modes_tried, scale_search_weights
 from qsrt_pack.encode.viterbi import search
 from qsrt_pack.source.checkpoint import Checkpoint
 from qsrt_pack.source.models import RoutedExperts, carried_tensors
@@ -88,7 +87,9 @@ def encode_seconds(experts: RoutedExperts, settings: Settings, rates: dict[str, 
     shapes += [(geometry.intermediate, geometry.hidden)]
     passes = len(modes_tried(settings, geometry.records))
     each = passes * geometry.weights_per_expert / rates[settings.search]
-    each += sum(scale_search_cost(*shape) for shape in shapes) / rates["fast"]
+    for shape in shapes:
+        coarse, fine = scale_search_weights(*shape)
+        each += coarse / rates["fast"] + fine / rates[settings.search]
     return each * geometry.experts * len(experts.layers)
 
 

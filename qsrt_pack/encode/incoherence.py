@@ -12,6 +12,8 @@ from qsrt_runtime.format.geometry import TILE
 from qsrt_runtime.format.rotation import rotate, rotate_rows
 from qsrt_runtime.format.tile import to_trellis_order
 
+Quantize = Callable[[torch.Tensor], torch.Tensor]
+
 # Root mean square of the rotated matrix before the global scale; the sign is the published one.
 TARGET_RMS = -1.24371088
 _TINY = 1e-10  # keeps the scale of a zero row off zero; in float16 it is zero again
@@ -56,32 +58,28 @@ def scale_search_tiles(rotated: torch.Tensor) -> torch.Tensor:
     return to_trellis_order(tiles[chosen])
 
 
-def scale_search_cost(inputs: int, outputs: int) -> int:
-    """Weights that search_scale quantizes for a matrix [inputs, outputs]."""
-    steps = max(inputs, outputs) // TILE
-    tiles = 3 * steps + 2 * max(8, steps * 3 // 16)
-    return 256 * (len(_COARSE) * -(-tiles // 3) + 5 * tiles)
+def scale_search_count(tiles: int) -> tuple[int, int]:
+    """How many tiles search_scale quantizes coarsely and finely when given so many."""
+    return len(_COARSE) * -(-tiles // 3), 5 * tiles
 
 
-def search_scale(
-    tiles: torch.Tensor, quantize: Callable[[torch.Tensor], torch.Tensor]
-) -> tuple[float, float]:
+def search_scale(tiles: torch.Tensor, coarse: Quantize, fine: Quantize) -> tuple[float, float]:
     """The global scale g with the least mean square of q(g t) / g - t, and that of the grid.
 
-    tiles: [n, 256] float32.   quantize: tiles -> their quantized values, same shape.
+    tiles: [n, 256] float32.   coarse, fine: tiles -> their quantized values, same shape.
     A coarse grid on every third tile, a fine one around its best on all, then the vertex of the
     parabola through the best three, at most half a step away.
     """
 
-    def error(sample: torch.Tensor, scale: float) -> float:
+    def error(quantize: Quantize, sample: torch.Tensor, scale: float) -> float:
         return float((quantize(sample * scale) / scale - sample).double().square().mean())
 
     if not tiles.any():
         return 1.0, 0.0
-    best = min(_COARSE, key=lambda scale: error(tiles[::3], scale))
+    best = min(_COARSE, key=lambda scale: error(coarse, tiles[::3], scale))
     grid = [best + _FINE_STEP * step for step in range(-2, 3)]
     grid = [scale for scale in grid if scale > 0]
-    errors = [error(tiles, scale) for scale in grid]
+    errors = [error(fine, tiles, scale) for scale in grid]
     at = min(range(len(grid)), key=errors.__getitem__)
     offset = 0.0
     if 0 < at < len(grid) - 1:

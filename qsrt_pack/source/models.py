@@ -22,7 +22,6 @@ class Architecture:
 
     expert_key: str
     parts: dict[str, str]
-    experts: str
     intermediate: str
     sparse_step: str | None = None
     dense_layers: str | None = None
@@ -33,7 +32,6 @@ ARCHITECTURES = {
     "qwen3_moe": Architecture(
         expert_key="model.layers.{layer}.mlp.experts.{expert}.{part}.weight",
         parts=_LLAMA_PARTS,
-        experts="num_experts",
         intermediate="moe_intermediate_size",
         sparse_step="decoder_sparse_step",
         dense_layers="mlp_only_layers",
@@ -41,10 +39,11 @@ ARCHITECTURES = {
     "mixtral": Architecture(
         expert_key="model.layers.{layer}.block_sparse_moe.experts.{expert}.{part}.weight",
         parts={"w1": "w1", "w3": "w3", "w2": "w2"},
-        experts="num_local_experts",
         intermediate="intermediate_size",
     ),
 }
+# Keys of config.json for the number of experts; transformers 5 renames the first on saving.
+_EXPERT_COUNTS = ("num_experts", "num_local_experts")
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
@@ -100,7 +99,7 @@ def find_experts(checkpoint: Checkpoint) -> RoutedExperts:
         geometry=Geometry(
             hidden=_size(config, "hidden_size", where),
             intermediate=_size(config, architecture.intermediate, where),
-            experts=_size(config, architecture.experts, where),
+            experts=_expert_count(config, where),
         ),
         layers=_expected_layers(config, architecture, where),
         topk=_size(config, "num_experts_per_tok", where),
@@ -109,7 +108,7 @@ def find_experts(checkpoint: Checkpoint) -> RoutedExperts:
     if experts.topk > experts.geometry.experts:
         raise FormatError(
             f"{where}: num_experts_per_tok is {experts.topk}, more than "
-            f"{architecture.experts} {experts.geometry.experts}"
+            f"the {experts.geometry.experts} experts"
         )
     _check_names(checkpoint, experts)
     _check_tensors(checkpoint, experts)
@@ -133,6 +132,14 @@ def _size(config: dict[str, Any], key: str, where: str) -> int:
     if type(value) is not int or not 0 < value < 2**31:
         raise FormatError(f"{where}: {key} is {value!r}, expected a positive integer")
     return value
+
+
+def _expert_count(config: dict[str, Any], where: str) -> int:
+    keys = [key for key in _EXPERT_COUNTS if key in config] or [_EXPERT_COUNTS[0]]
+    counts = {key: _size(config, key, where) for key in keys}
+    if len(set(counts.values())) > 1:
+        raise FormatError(f"{where}: the number of experts is in conflict: {counts}")
+    return counts[keys[0]]
 
 
 def _expected_layers(
@@ -173,8 +180,7 @@ def _check_names(checkpoint: Checkpoint, experts: RoutedExperts) -> None:
         if number and int(number[1]) >= experts.geometry.experts:
             raise FormatError(
                 f"{shard}: tensor {name} is expert {number[1]} of layer "
-                f"{layer[1] if layer else '?'}, config.json says "
-                f"{experts.architecture.experts} {experts.geometry.experts}"
+                f"{layer[1] if layer else '?'}, config.json says {experts.geometry.experts} experts"
             )
         raise FormatError(
             f"{shard}: tensor {name} is in a layout that {experts.model_type} is not read in; "
