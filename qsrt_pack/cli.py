@@ -6,6 +6,7 @@ the command runs, so that --help is quick.
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,15 @@ import click
 import qsrt_runtime
 from qsrt_runtime.format.errors import FormatError
 
-FOLDER = click.Path(path_type=Path)
+
+class _Location(click.Path):
+    """A path made absolute, so that `.` and `..` have names."""
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Path:
+        return Path(os.path.abspath(super().convert(value, param, ctx)))
+
+
+LOCATION = _Location()
 _log = logging.getLogger("qsrt_pack")
 
 
@@ -63,8 +72,8 @@ def _overwrite_option(command: Callable) -> Callable:
 
 
 @main.command()
-@click.argument("model", type=FOLDER)
-@click.argument("out", type=FOLDER, required=False)
+@click.argument("model", type=LOCATION)
+@click.argument("out", type=LOCATION, required=False)
 @_overwrite_option
 @click.option(
     "--search",
@@ -110,7 +119,7 @@ def convert(
     from qsrt_pack.encode.expert import Settings
 
     if out is None:
-        out = model.absolute().with_name(model.absolute().name + "-qsrt")
+        out = model.with_name(model.name + "-qsrt")
     prepared = job.prepare(
         model, out, Settings(seed, search, modes), loader=loader, overwrite=overwrite
     )
@@ -125,7 +134,7 @@ def convert(
 
 
 @main.command()
-@click.argument("package", type=FOLDER)
+@click.argument("package", type=LOCATION)
 @click.option("--deep", is_flag=True, help="Decode every expert too.")
 @_json_option
 @click.pass_obj
@@ -146,8 +155,8 @@ def validate(show_progress: bool, package: Path, deep: bool, as_json: bool) -> N
 
 
 @main.command()
-@click.argument("package", type=FOLDER)
-@click.argument("out", type=FOLDER)
+@click.argument("package", type=LOCATION)
+@click.argument("out", type=LOCATION)
 @_overwrite_option
 @click.option(
     "--dtype",
@@ -166,9 +175,9 @@ def decode(
 
 
 @main.command("eval")
-@click.argument("package", type=FOLDER)
-@click.option("--reference", type=FOLDER, required=True, help="The unquantized checkpoint.")
-@click.option("--text", type=FOLDER, required=True, help="A UTF-8 text file.")
+@click.argument("package", type=LOCATION)
+@click.option("--reference", type=LOCATION, required=True, help="The unquantized checkpoint.")
+@click.option("--text", type=LOCATION, required=True, help="A UTF-8 text file.")
 @click.option("--window", type=click.IntRange(2), help="Tokens read at once [1024 or less].")
 @click.option("--windows", type=click.IntRange(1), help="How many windows [all].")
 @_json_option

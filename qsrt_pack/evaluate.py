@@ -42,6 +42,7 @@ def evaluate(
     compared over the full vocabulary.
     """
     start = time.perf_counter()
+    transformers.utils.logging.disable_progress_bar()
     dense = DensePackage(path)
     checkpoint = open_checkpoint(reference)
     find_experts(checkpoint)

@@ -12,6 +12,9 @@ from qsrt_runtime.format.errors import FormatError
 def check_output(out: Path, source: Path, overwrite: bool) -> None:
     """Refuse an output that would lose something: the source, or content without `overwrite`."""
     target, source = out.resolve(), source.resolve()
+    for place in (Path.cwd(), Path.home()):
+        if target == place or target in place.parents:
+            raise FormatError(f"{out} holds the folder {place}, which would be replaced")
     if target == source or target in source.parents or source in target.parents:
         raise FormatError(f"{out} and the source {source} lie inside each other; choose another")
     if out.is_symlink() or (out.exists() and not out.is_dir()):

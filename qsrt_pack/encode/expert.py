@@ -9,6 +9,7 @@ import torch
 import qsrt_runtime
 from qsrt_pack.encode import incoherence, permutation
 from qsrt_pack.encode.ldlq import DAMPING, feedback_factor, ldlq, rotate_hessian
+from qsrt_pack.encode.ordered import ordered_mean_square
 from qsrt_pack.encode.viterbi import search
 from qsrt_runtime.format import atom, codebook, decode, tile
 from qsrt_runtime.format.geometry import RECORD, TILE, Geometry
@@ -260,8 +261,8 @@ def _from_tiles(tiles: torch.Tensor) -> torch.Tensor:
 
 
 def _nmse(source: torch.Tensor, decoded: torch.Tensor) -> float:
-    power = float(source.double().square().sum())
-    error = float((source - decoded).double().square().sum())
+    power = float(ordered_mean_square(source.flatten()))
+    error = float(ordered_mean_square((source - decoded).flatten()))
     return error / power if power else error
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from qsrt_pack.encode.ordered import ordered_mean_square
 from qsrt_runtime.format.geometry import TILE
 from qsrt_runtime.format.rotation import rotate, rotate_rows
 from qsrt_runtime.format.tile import to_trellis_order
@@ -31,7 +32,7 @@ def regularize(
     """
     svh = torch.where((weight != 0).any(0), output_signs, 0)
     rotated = rotate(weight * svh)
-    row_rms = rotated.double().square().mean(1).sqrt().float()
+    row_rms = ordered_mean_square(rotated).sqrt().float()
     suh = input_signs * row_rms / TARGET_RMS + _TINY
     return rotate_rows(rotated / suh[:, None]), suh, svh
 
@@ -51,7 +52,7 @@ def scale_search_tiles(rotated: torch.Tensor) -> torch.Tensor:
         for more in range(3)
     ]
     tiles = grid.flatten(0, 1)
-    by_size = tiles.flatten(1).square().mean(1).argsort(descending=True, stable=True)
+    by_size = ordered_mean_square(tiles.flatten(1)).argsort(descending=True, stable=True)
     count = max(8, steps * 3 // 16)
     diagonal = torch.tensor(diagonal, device=rotated.device)
     chosen = torch.cat([diagonal, by_size[:count], by_size[-count:].flip(0)])
@@ -72,7 +73,7 @@ def search_scale(tiles: torch.Tensor, coarse: Quantize, fine: Quantize) -> tuple
     """
 
     def error(quantize: Quantize, sample: torch.Tensor, scale: float) -> float:
-        return float((quantize(sample * scale) / scale - sample).double().square().mean())
+        return float(ordered_mean_square((quantize(sample * scale) / scale - sample).flatten()))
 
     if not tiles.any():
         return 1.0, 0.0

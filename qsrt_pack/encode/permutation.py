@@ -6,6 +6,8 @@ last. w1, w3 and w2 of one expert share the order, so the expert's function does
 
 import torch
 
+from qsrt_pack.encode.ordered import ordered_mean_square, ordered_sum
+
 GROUP = 4
 
 
@@ -17,8 +19,9 @@ def weight_scores(w1: torch.Tensor, w3: torch.Tensor, w2: torch.Tensor) -> torch
     """
     score = torch.zeros(w1.shape[0], dtype=torch.float64, device=w1.device)
     for by_channel in (w1, w3, w2.T):
-        power = by_channel.double().square().mean(1)
-        score += power / power.mean().clamp_min(torch.finfo(torch.float64).tiny)
+        power = ordered_mean_square(by_channel)
+        mean = ordered_sum(power) / len(power)
+        score += power / mean.clamp_min(torch.finfo(torch.float64).tiny)
     return score
 
 
@@ -33,8 +36,8 @@ def activation_scores(middle: torch.Tensor, gates: torch.Tensor) -> torch.Tensor
 
 
 def low_to_high_groups(scores: torch.Tensor) -> torch.Tensor:
-    """Group numbers by ascending mean score, equal ones in their old order: [I/4] int64."""
-    return torch.sort(scores.unflatten(0, (-1, GROUP)).mean(1), stable=True).indices
+    """Group numbers by ascending score, equal ones in their old order: [I/4] int64."""
+    return torch.sort(ordered_sum(scores.unflatten(0, (-1, GROUP))), stable=True).indices
 
 
 def channels_of_groups(groups: torch.Tensor) -> torch.Tensor:
