@@ -62,7 +62,7 @@ class DensePackage:
             order = manifests.low_to_high(
                 evidence["experts"][expert]["low_to_high"],
                 layer.geometry.intermediate,
-                f"{self.package.evidence_path(number)}: expert {expert}",
+                f"{self.package.evidence_name(number)}: expert {expert}",
             )
             weights = decode.dense_expert(unpack_expert(layer, expert))
             self._expert = (number, expert, source_order(weights, order))
@@ -158,8 +158,8 @@ def _specs(dense: DensePackage, kind: str) -> dict[str, Spec]:
 def _copy_side_files(package: Package, folder: Path) -> None:
     """Copy what is neither weights nor a document of the package."""
     own = {manifests.MANIFEST, manifests.CONFIG, manifests.INDEX, ".gitattributes"}
-    own |= {package.layer_path(n).name for n in package.layers}
-    own |= {package.evidence_path(n).name for n in package.layers}
+    own |= {package.layer_name(n) for n in package.layers}
+    own |= {package.evidence_name(n) for n in package.layers}
     own |= set(package.documents.index["weight_map"].values())
     for name in sorted(set(package.digests) - own):
         verify_file(package, name)

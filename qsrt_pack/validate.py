@@ -36,7 +36,7 @@ def validate(path: Path, *, deep: bool = False, show_progress: bool = True) -> d
         for number in package.layers:
             layer = _check_layer(package, number)
             if deep:
-                _decode_layer(layer, package.layer_path(number), advance)
+                _decode_layer(layer, path / package.layer_name(number), advance)
     experts = len(package.layers) * geometry.experts
     report = {
         "schema": "qsrt_report_v1",
@@ -63,12 +63,12 @@ def bits_per_expert_weight(package: Package) -> float:
 
 
 def _check_layer(package: Package, number: int) -> Layer:
-    path = package.layer_path(number)
+    path = package.path / package.layer_name(number)
     layer = read_layer(path)  # its checksum has been verified
     manifests.check_layer(layer, number, package.documents, str(path))
     evidence = read_evidence(package, number)
     if package.documents.is_ours:
-        manifests.check_evidence_modes(evidence, layer, str(package.evidence_path(number)))
+        manifests.check_evidence_modes(evidence, layer, package.evidence_name(number))
     return layer
 
 

@@ -54,10 +54,13 @@ def load_package(path: str | Path) -> LoadedPackage:
 
 
 def _load_layer(package: Package, layer: int) -> LayerWeights:
-    read_evidence(package, layer)
+    evidence = read_evidence(package, layer)
+    stored = read_package_layer(package, layer)
+    if package.documents.is_ours:
+        manifests.check_evidence_modes(evidence, stored, package.evidence_name(layer))
     hidden_act = package.documents.config.get("hidden_act")
     return LayerWeights(
-        stored=read_package_layer(package, layer),
+        stored=stored,
         activations=tuple(manifests.activations(package.documents.manifest, hidden_act, layer)),
         situ_beta=manifests.SITU_BETA,
         situ_linear_beta=manifests.SITU_LINEAR_BETA,

@@ -31,6 +31,7 @@ PROFILE_ID = 1
 FORMAT_SECTION = "_qsrt_format_section"
 SCALE_SECTION = "_qsrt_shared_scale_section"
 ATOMS = "qsrt_atoms"
+_SIZES = ("latent_channels", "intermediate_channels", "experts")  # metadata of Geometry's fields
 _SCHEMA_FILES = {FRUIT: "layer", KIMI: "published-kimi-layer"}
 
 
@@ -127,7 +128,9 @@ class LayerWriter:
         return self
 
     def write_expert(self, expert: int, coded: atom.Expert) -> None:
-        """Put one expert's bundles into their slots."""
+        """Put one expert's bundles into their slots, once for each of 0..experts-1."""
+        if expert in self._written or not 0 <= expert < self.geometry.experts:
+            raise ValueError(f"expert {expert} is written already or not one of {self.geometry}")
         scales = coded.shared_scales.cpu()
         bundles = atom.pack_expert(coded).cpu()
         if not (torch.isfinite(scales).all() and torch.isfinite(_local_scales(bundles)).all()):
@@ -187,6 +190,10 @@ def read_layer(path: Path, slots: range | None = None) -> Layer:
     view = _schema_view(header.metadata, header)
     schema.check(view, _SCHEMA_FILES[kind], str(path))
     geometry = _checked_geometry(header)
+    if slots is not None and (slots.step != 1 or not 0 <= slots.start < slots.stop):
+        raise ValueError(f"{slots} is no run of slots")
+    if slots is not None and slots.stop > geometry.slots:
+        raise ValueError(f"{slots} ends past the layer's {geometry.slots} slots")
     with safe_open(path, framework="pt") as file:
         section = file.get_tensor(FORMAT_SECTION)
         scale_section = file.get_tensor(SCALE_SECTION)
@@ -276,11 +283,11 @@ def _schema_view(
 def _checked_geometry(header: tensorfile.Header) -> Geometry:
     """The geometry, once every derived field of the header equals what it follows from it."""
     metadata, path = header.metadata, header.path
-    geometry = Geometry(
-        hidden=int(metadata["latent_channels"]),
-        intermediate=int(metadata["intermediate_channels"]),
-        experts=int(metadata["experts"]),
-    )
+    sizes = [int(metadata[name]) for name in _SIZES]
+    try:
+        geometry = Geometry(*sizes)
+    except FormatError as error:
+        raise FormatError(f"{path}: {', '.join(_SIZES)}: {error}") from None
     compressed, layer = int(metadata["compressed_experts"]), int(metadata["layer"])
     if metadata["schema"] == FRUIT:
         expected = layer_metadata(
@@ -294,6 +301,9 @@ def _checked_geometry(header: tensorfile.Header) -> Geometry:
     else:
         expected = _common_metadata(geometry, layer, compressed, KIMI)
         rows = 1
+    stride = int(metadata["atom_slot_stride_bytes"])
+    if stride >= geometry.slot_stride(compressed) and stride == align(stride):
+        expected["atom_slot_stride_bytes"] = str(stride)  # a larger one is allowed
     for key, value in expected.items():
         if metadata[key] != value:
             raise FormatError(
@@ -303,7 +313,7 @@ def _checked_geometry(header: tensorfile.Header) -> Geometry:
     shapes = {
         FORMAT_SECTION: (align(geometry.experts),),
         SCALE_SECTION: (align(6 * rows * geometry.hidden),),
-        ATOMS: (geometry.slots, geometry.slot_stride(compressed)),
+        ATOMS: (geometry.slots, stride),
     }
     if list(header.tensors) != list(shapes):
         raise FormatError(

@@ -119,6 +119,8 @@ def producer_fingerprint(encoder: str, versions: dict[str, Any]) -> str:
 def check_documents(documents: Documents, where: str) -> None:
     """Refuse documents that disagree with themselves or each other, naming the field."""
     _check_manifest(documents, f"{where}/{MANIFEST}")
+    if documents.is_ours:
+        _check_config(documents, f"{where}/{CONFIG}")
     _check_descriptor(documents, f"{where}/{CONFIG}")
     _check_marker(documents, f"{where}/{MARKER}")
     for tensor, name in documents.index["weight_map"].items():
@@ -202,7 +204,7 @@ def low_to_high(text: str, intermediate: int, where: str) -> torch.Tensor:
     except ValueError:
         raise FormatError(f"{where}: low_to_high is not base64") from None
     groups = [int.from_bytes(data[i : i + 2], "little") for i in range(0, len(data), 2)]
-    if sorted(groups) != list(range(intermediate // 4)):
+    if len(data) % 2 or sorted(groups) != list(range(intermediate // 4)):
         raise FormatError(f"{where}: low_to_high is no order of {intermediate // 4} groups")
     return (torch.tensor(groups)[:, None] * 4 + torch.arange(4)).flatten()
 
@@ -260,6 +262,21 @@ def _check_own_manifest(manifest: dict[str, Any], geometry: Geometry, where: str
                 )
     for field, (found, expected) in derived.items():
         _require_equal(found, expected, field, where, "what it follows from")
+
+
+def _check_config(documents: Documents, where: str) -> None:
+    """The model's own sizes, where config.json states them under their usual names."""
+    config, fields = documents.config, documents.manifest["geometry"]
+    stated = {
+        "hidden_size": fields["hidden_size"],
+        "moe_intermediate_size": fields["intermediate_size"],
+        "num_experts": fields["experts_per_layer"],
+        "num_local_experts": fields["experts_per_layer"],
+        "num_experts_per_tok": fields["topk"],
+    }
+    for key, expected in stated.items():
+        if key in config:
+            _require_equal(config[key], expected, key, where, MANIFEST)
 
 
 def _check_descriptor(documents: Documents, where: str) -> None:

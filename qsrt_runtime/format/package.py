@@ -43,11 +43,13 @@ class Package:
     def layers(self) -> list[int]:
         return manifests.layers_of(self.documents.manifest)
 
-    def layer_path(self, layer: int) -> Path:
-        return self.path / self.documents.manifest["layers"][str(layer)]["qsrt_atoms"]
+    def layer_name(self, layer: int) -> str:
+        """The listed name of a layer file."""
+        return self.documents.manifest["layers"][str(layer)]["qsrt_atoms"]
 
-    def evidence_path(self, layer: int) -> Path:
-        return self.path / self.documents.manifest["layers"][str(layer)]["evidence"]
+    def evidence_name(self, layer: int) -> str:
+        """The listed name of an evidence file."""
+        return self.documents.manifest["layers"][str(layer)]["evidence"]
 
 
 def open_package(path: Path) -> Package:
@@ -59,11 +61,11 @@ def open_package(path: Path) -> Package:
     """
     if path.is_symlink() or not path.is_dir():
         raise FormatError(f"{path} is not a folder" + (" but a link" if path.is_symlink() else ""))
-    if not (path / MARKER).exists():
+    found = paths.files_below(path)
+    if MARKER not in found:
         raise FormatError(
             f"{path} has no {MARKER}: it is not a package, or one that was not finished"
         )
-    found = paths.files_below(path)
     for name in found:
         paths.regular_file(path / name, path)
     marker = schema.read(path / MARKER, "complete")
@@ -94,8 +96,8 @@ def verify_file(package: Package, name: str, advance: Callable[[int], None] | No
 
 def read_package_layer(package: Package, layer: int) -> Layer:
     """Read one layer file whose bytes are the sealed ones and whose header fits the manifest."""
-    path = package.layer_path(layer)
-    verify_file(package, path.name)
+    verify_file(package, package.layer_name(layer))
+    path = package.path / package.layer_name(layer)
     content = read_layer(path)
     manifests.check_layer(content, layer, package.documents, str(path))
     return content
@@ -103,8 +105,8 @@ def read_package_layer(package: Package, layer: int) -> Layer:
 
 def read_evidence(package: Package, layer: int) -> dict[str, Any]:
     """Read one evidence file and check it against the manifest."""
-    path = package.evidence_path(layer)
-    verify_file(package, path.name)
+    verify_file(package, package.evidence_name(layer))
+    path = package.path / package.evidence_name(layer)
     kind = "evidence" if package.documents.is_ours else "published-evidence"
     evidence = schema.read(path, kind)
     manifests.check_evidence(evidence, layer, package.documents, str(path))
@@ -211,4 +213,7 @@ def _check_layer_entries(package: Package) -> None:
             raise FormatError(f"{where}.sha256 is not the one in {CHECKSUMS}")
         size = (package.path / entry["qsrt_atoms"]).stat().st_size
         if size != entry["bytes"]:
-            raise FormatError(f"{where}.bytes is {entry['bytes']}, the file has {size}")
+            raise FormatError(
+                f"{package.path / entry['qsrt_atoms']} has {size} bytes, in {MANIFEST} "
+                f"layers.{key}.bytes is {entry['bytes']}; copy it again"
+            )

@@ -77,6 +77,8 @@ def parse(text: str | bytes, where: str) -> Any:
     NaN and infinities parse, so that `check` can name their path.
     """
     try:
+        if isinstance(text, bytes):
+            text = text.decode()  # json.loads would guess UTF-16 and UTF-32 too
         return json.loads(text, object_pairs_hook=_unique_keys)
     except RecursionError:
         raise FormatError(f"{where}: JSON nested too deep") from None

@@ -114,7 +114,7 @@ def _check_length(path: Path, length: int, size: int) -> None:
 
 
 def _header(path: Path, value: dict[str, Any], start: int, size: int) -> Header:
-    metadata = value.pop("__metadata__", None) or {}
+    metadata = value.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise FormatError(f"{path}: __metadata__ is not an object of strings")
     tensors = {name: _entry(path, name, entry, start) for name, entry in value.items()}

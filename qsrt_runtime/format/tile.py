@@ -68,7 +68,7 @@ def states(words: torch.Tensor, bits: int) -> torch.Tensor:
     first, offset = start // 16, start % 16
     second = (first + 1) % (16 * bits)
     window = (stream[:, first] << offset) | (stream[:, second] >> (16 - offset))
-    return window & 0xFFFF
+    return (window & 0xFFFF).to(torch.int32)
 
 
 def states_of_edges(edges: torch.Tensor, bits: int) -> torch.Tensor:
