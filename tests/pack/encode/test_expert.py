@@ -1,0 +1,300 @@
+"""One expert of 128 x 256, encoded by the fast search and decoded again."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from qsrt_pack.encode import expert as module
+from qsrt_pack.encode.expert import (
+    EncodedExpert,
+    Settings,
+    encode_expert,
+    encode_matrix,
+    modes_tried,
+    scale_sample,
+    scale_search_weights,
+)
+from qsrt_pack.encode.incoherence import scale_search_tiles
+from qsrt_pack.encode.permutation import channels_of_groups
+from qsrt_runtime.format import atom, decode
+from qsrt_runtime.format.geometry import Geometry
+from qsrt_runtime.format.rates import stored_channels
+
+HIDDEN, INTERMEDIATE = 128, 256
+FAST, ALL = Settings(search="fast"), Settings(search="fast", modes="all")
+SHAPES = {
+    "w1": (INTERMEDIATE, HIDDEN),
+    "w3": (INTERMEDIATE, HIDDEN),
+    "w2": (HIDDEN, INTERMEDIATE),
+}
+Weights = dict[str, torch.Tensor]
+
+
+def normal_weights(seed: int = 0) -> Weights:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: 0.05 * torch.randn(*s, generator=generator) for name, s in SHAPES.items()}
+
+
+def uneven_weights() -> Weights:
+    """Every other group of eight channels is ten times as large: two bits do for the others."""
+    loud = torch.where(torch.arange(INTERMEDIATE) // 8 % 2 == 0, 10.0, 1.0)
+    weights = normal_weights(1)
+    weights["w1"] *= loud[:, None]
+    weights["w3"] *= loud[:, None]
+    weights["w2"] *= loud
+    return weights
+
+
+def encode(weights: Weights, settings: Settings = FAST, *, expert: int = 0) -> EncodedExpert:
+    return encode_expert(**weights, layer=3, expert=expert, settings=settings)
+
+
+def stored(encoded: EncodedExpert) -> bytes:
+    """Everything that a layer file holds of an expert."""
+    coded = encoded.coded
+    parts = (atom.pack_expert(coded), coded.shared_scales.view(torch.uint8))
+    return b"".join(part.numpy().tobytes() for part in parts)
+
+
+def source_order(encoded: EncodedExpert) -> Weights:
+    """The decoded matrices with their channels where the source has them."""
+    channel = channels_of_groups(encoded.low_to_high_groups)[stored_channels(2)]
+    dense = decode.dense_expert(encoded.coded)
+    restored = {name: torch.empty_like(weight) for name, weight in dense.items()}
+    for name in ("w1", "w3"):
+        restored[name][channel] = dense[name]
+    restored["w2"][:, channel] = dense["w2"]
+    return restored
+
+
+def nmse(source: torch.Tensor, decoded: torch.Tensor) -> float:
+    power = source.double().square().sum()
+    return float((source - decoded).double().square().sum() / power)
+
+
+@pytest.fixture(scope="module")
+def encoded() -> EncodedExpert:
+    return encode(normal_weights())
+
+
+@pytest.fixture(scope="module")
+def uneven() -> dict[str, EncodedExpert]:
+    return {modes: encode(uneven_weights(), replace(FAST, modes=modes)) for modes in ("R0", "all")}
+
+
+def test_round_trip(encoded: EncodedExpert) -> None:
+    assert (encoded.coded.mode13, encoded.coded.mode2) == (0, 0)
+    for name, decoded in source_order(encoded).items():
+        found = nmse(normal_weights()[name], decoded)
+        assert encoded.nmse[name] == pytest.approx(found, rel=1e-6)
+        # 3 bits of a normal source cannot go below 2**-6 = 0.0156.
+        assert 0.0156 < found < 0.03
+
+
+def test_round_trip_of_all_modes(uneven: dict[str, EncodedExpert]) -> None:
+    best = uneven["all"]
+    assert (best.coded.mode13, best.coded.mode2) == (1, 1)
+    assert [words.shape[-1] for words in best.coded.w1.records] == [32, 64]
+    for name, decoded in source_order(best).items():
+        found = nmse(uneven_weights()[name], decoded)
+        assert best.nmse[name] == pytest.approx(found, rel=1e-6)
+
+
+def test_all_modes_are_never_worse_than_r0(
+    encoded: EncodedExpert, uneven: dict[str, EncodedExpert]
+) -> None:
+    even = {"R0": encoded, "all": encode(normal_weights(), ALL)}
+    for pair in (even, uneven):
+        r0, best = pair["R0"].nmse, pair["all"].nmse
+        assert best["w1"] + best["w3"] <= r0["w1"] + r0["w3"]
+        assert best["w2"] <= r0["w2"]
+    assert uneven["all"].nmse["w2"] < 0.7 * uneven["R0"].nmse["w2"]
+    assert stored(even["all"]) == stored(encoded)  # where R0 is best, nothing else is changed
+
+
+def test_modes_tried() -> None:
+    assert modes_tried(Settings(modes="R0"), 4) == (0,)
+    assert modes_tried(Settings(modes="all"), 2) == (0, 1)
+    assert modes_tried(Settings(modes="all"), 4) == (0, 1, 2)
+
+
+@pytest.mark.parametrize(("shape", "tiles"), [((128, 256), 64), ((512, 128), 112)])
+def test_the_scale_is_searched_on_a_third_of_the_published_tiles(
+    shape: tuple[int, int], tiles: int
+) -> None:
+    matrix = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+    every = scale_search_tiles(matrix)
+    assert len(every) == tiles
+    assert torch.equal(scale_sample(matrix), every[::3])
+    count = -(-tiles // 3)
+    assert scale_search_weights(*shape) == (256 * 10 * -(-count // 3), 256 * 5 * count)
+
+
+def test_the_order_is_shared_and_by_importance(uneven: dict[str, EncodedExpert]) -> None:
+    groups = uneven["R0"].low_to_high_groups
+    assert sorted(groups.tolist()) == list(range(64))
+    assert set((groups[32:] // 2 % 2).tolist()) == {0}  # the loud half
+
+
+def test_packed_bytes_decode_to_dense() -> None:
+    weight = normal_weights()["w2"].T.contiguous()
+    signs = torch.ones(INTERMEDIATE), -torch.ones(HIDDEN)
+    matrices = encode_matrix(weight, "in", *signs, modes=(0, 1), method="fast")
+    assert list(matrices) == [0, 1]
+    for mode, bits in ((0, [3, 3]), (1, [2, 4])):
+        packed = matrices[mode].packed
+        assert [atom.record_bits_of(words) for words in packed.records] == bits
+        decoded = decode.dense_matrix(packed, "in").T
+        expected = matrices[mode].dense[stored_channels(2)]
+        assert (decoded - expected).norm() <= 1e-6 * expected.norm()
+        assert matrices[mode].nmse == pytest.approx(nmse(weight, matrices[mode].dense), rel=1e-6)
+
+
+def test_modes_share_rotation_and_scale() -> None:
+    weight = normal_weights()["w1"].T.contiguous()
+    signs = torch.ones(HIDDEN), -torch.ones(INTERMEDIATE)
+    matrices = encode_matrix(weight, "out", *signs, modes=(0, 1), method="fast")
+    for mode in (0, 1):
+        packed = matrices[mode].packed
+        assert torch.equal(packed.suh, matrices[0].packed.suh)
+        assert torch.equal(packed.svh, matrices[0].packed.svh)
+        assert len(packed.svh.abs().unique()) == 1  # -1 divided by the global scale
+        assert (packed.svh < 0).all()
+
+
+def test_same_input_same_bytes(encoded: EncodedExpert) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3 - min(threads, 2))
+    try:
+        assert stored(encode(normal_weights())) == stored(encoded)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_signs_depend_on_seed_and_expert(encoded: EncodedExpert) -> None:
+    others = [encode(normal_weights(), replace(FAST, seed=1)), encode(normal_weights(), expert=1)]
+    assert len({stored(encoded), *map(stored, others)}) == 3
+    for other in others:
+        assert not torch.equal(other.coded.w1.suh.sign(), encoded.coded.w1.suh.sign())
+        assert not torch.equal(other.coded.w2.svh.sign(), encoded.coded.w2.svh.sign())
+
+
+def test_the_exact_search_is_better(encoded: EncodedExpert) -> None:
+    weight = normal_weights()["w1"].T.contiguous()[:, :128].contiguous()
+    signs = torch.ones(HIDDEN), torch.ones(128)
+    errors = {
+        method: encode_matrix(weight, "out", *signs, modes=(0,), method=method)[0].nmse
+        for method in ("exact", "fast")
+    }
+    assert 0.0156 < errors["exact"] < 0.95 * errors["fast"]
+
+
+@pytest.mark.parametrize("settings", [FAST, ALL])
+def test_qn_3a_an_expert_of_zeros(settings: Settings) -> None:
+    encoded = encode({name: torch.zeros(shape) for name, shape in SHAPES.items()}, settings)
+    for matrix in (encoded.coded.w1, encoded.coded.w3, encoded.coded.w2):
+        assert torch.isfinite(matrix.suh).all()
+        assert torch.isfinite(matrix.svh).all()
+    assert all(not decoded.any() for decoded in decode.dense_expert(encoded.coded).values())
+    assert encoded.nmse == {"w1": 0.0, "w3": 0.0, "w2": 0.0}
+    assert (encoded.coded.mode13, encoded.coded.mode2) == (0, 0)
+
+
+@pytest.mark.parametrize("zero", SHAPES)
+def test_one_matrix_of_zeros(zero: str) -> None:
+    weights = normal_weights()
+    weights[zero] = torch.zeros(SHAPES[zero])
+    encoded = encode(weights)
+    decoded = source_order(encoded)
+    assert not decoded[zero].any()
+    assert encoded.nmse[zero] == 0
+    for name in set(SHAPES) - {zero}:
+        assert nmse(weights[name], decoded[name]) < 0.03
+
+
+def test_qn_3b_zeros_among_normal_values(encoded: EncodedExpert) -> None:
+    weights = normal_weights()
+    gate, up, down = weights["w1"], weights["w3"], weights["w2"]
+    gate[5] = 0
+    down[:, 9] = 0
+    up[64:80, 16:32] = 0
+    decoded = source_order(encode(weights))
+    assert not decoded["w1"][5].any()
+    assert not decoded["w2"][:, 9].any()
+    # Every other zero carries the error of its neighbours: 2 % of the power, some more by chance.
+    assert 0 < decoded["w3"][64:80, 16:32].square().mean() < 0.04 * up.square().mean()
+    for name, weight in weights.items():
+        keep = weight != 0
+        found = nmse(weight[keep], decoded[name][keep])
+        assert found < 1.05 * encoded.nmse[name]
+
+
+def test_a_hessian_lowers_the_error_that_it_weighs() -> None:
+    weight = normal_weights()["w1"].T.contiguous()
+    rows = torch.randn(1024, HIDDEN, generator=torch.Generator().manual_seed(2))
+    mixing = torch.randn(HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(3))
+    rows = rows * torch.linspace(0.1, 2, HIDDEN) @ mixing
+    hessian = rows.T @ rows / len(rows)
+    signs = torch.ones(HIDDEN), torch.ones(INTERMEDIATE)
+    weighted, plain = [], []
+    for given in (None, hessian):
+        matrix = encode_matrix(weight, "out", *signs, modes=(0,), method="fast", hessian=given)[0]
+        error = matrix.dense - weight
+        weighted.append(float((error * (hessian @ error)).sum()))
+        plain.append(matrix.nmse)
+    assert weighted[1] < 0.8 * weighted[0]
+    assert plain[1] > plain[0]  # which costs some of the error that it does not weigh
+
+
+@pytest.mark.parametrize("part", ["words", "suh", "svh"])
+def test_what_does_not_decode_to_what_was_encoded_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    real = module._pack
+
+    def damaged(*arguments: object) -> atom.Matrix:
+        packed = real(*arguments)
+        if part == "words":
+            packed.records[1][7, 3, 0] ^= 64
+            return packed
+        vector = getattr(packed, part).clone()
+        vector[100] *= -1
+        return replace(packed, **{part: vector})
+
+    monkeypatch.setattr(module, "_pack", damaged)
+    with pytest.raises(ArithmeticError, match="w1: the packed bytes decode with relative error"):
+        encode(normal_weights())
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_scales_beyond_float16_are_refused(name: str) -> None:
+    weights = normal_weights()
+    weights[name] = weights[name] * 1e7
+    with pytest.raises(ValueError, match="is beyond float16"):
+        encode(weights)
+
+
+@pytest.mark.parametrize("factor", [1e-3, 1e4])
+def test_the_error_does_not_depend_on_the_size(encoded: EncodedExpert, factor: float) -> None:
+    scaled = encode({name: weight * factor for name, weight in normal_weights().items()})
+    for name, found in scaled.nmse.items():
+        # At 1e-3 the scales are near 4e-5, subnormal in float16, 1/670 apart.
+        assert found == pytest.approx(encoded.nmse[name], rel=0.05)
+
+
+def test_geometry_of_four_records() -> None:
+    generator = torch.Generator().manual_seed(4)
+    w1, w3, w2 = (torch.randn(*s, generator=generator) for s in [(512, 128)] * 2 + [(128, 512)])
+    w1[:128] *= 0.1
+    w1[384:] *= 10
+    encoded = encode_expert(w1, w3, w2, layer=0, expert=0, settings=ALL)
+    modes = (encoded.coded.mode13, encoded.coded.mode2)
+    assert modes[0] > 0
+    bundles = atom.pack_expert(encoded.coded)
+    unpacked = atom.unpack_expert(
+        bundles, encoded.coded.shared_scales, modes, Geometry(128, 512, 1)
+    )
+    channel = channels_of_groups(encoded.low_to_high_groups)[stored_channels(4)]
+    decoded = decode.dense_expert(unpacked)["w1"]
+    assert nmse(w1[channel], decoded) == pytest.approx(encoded.nmse["w1"], rel=1e-6)

@@ -1,0 +1,234 @@
+"""How far a package is from its reference, on a text of a 64-character alphabet."""
+
+import hashlib
+import math
+import shutil
+import string
+from pathlib import Path
+
+import checkpoints
+import pytest
+import torch
+from checkpoints import config, write_checkpoint
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from torch.nn.functional import cross_entropy, kl_div, log_softmax
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from qsrt_pack import job, plan
+from qsrt_pack.encode.expert import Settings
+from qsrt_pack.evaluate import _Totals, describe, evaluate
+from qsrt_pack.restore import decode_package
+from qsrt_pack.validate import validate
+from qsrt_runtime.format import schema
+from qsrt_runtime.format.errors import FormatError
+
+ALPHABET = string.ascii_letters + string.digits + " ."
+TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with 12 dozen liquor jugs. " * 5
+
+
+def write_tokenizer(folder: Path) -> None:
+    """One token for each character of the alphabet."""
+    vocabulary = {character: number for number, character in enumerate(ALPHABET)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="."))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
+def one_layer_model(folder: Path, *, tied: bool = False, seed: int = 0) -> Path:
+    """A checkpoint of one layer of two experts, and a tokenizer."""
+    weights = checkpoints.tensors(layers=1, experts=2, seed=seed)
+    weights = {name: 4 * t if ".experts." in name else t for name, t in weights.items()}
+    if tied:
+        del weights["lm_head.weight"]
+    value = config(
+        num_hidden_layers=1, num_experts=2, num_experts_per_tok=1, tie_word_embeddings=tied
+    )
+    write_checkpoint(folder, config_value=value, weights=weights)
+    write_tokenizer(folder)
+    return folder
+
+
+def packed(source: Path, out: Path) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "probe", lambda _method: 1e6)
+        job.run(job.prepare(source, out, Settings(search="fast")), show_progress=False)
+    return out
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return one_layer_model(tmp_path_factory.mktemp("evaluate") / "model")
+
+
+@pytest.fixture(scope="module")
+def package_of_source(source: Path) -> Path:
+    return packed(source, source.with_name("package"))
+
+
+@pytest.fixture(scope="module")
+def dense(package_of_source: Path) -> Path:
+    """What the package decodes to, exactly."""
+    out = package_of_source.with_name("dense")
+    decode_package(package_of_source, out, dtype="float32", show_progress=False)
+    return out
+
+
+@pytest.fixture(scope="module")
+def text(source: Path) -> Path:
+    path = source.with_name("text.txt")
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture(scope="module")
+def report(package_of_source: Path, source: Path, text: Path) -> dict:
+    return evaluate(package_of_source, source, text, window=32, show_progress=False)
+
+
+def logits_of(folder: Path, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of every whole window of the text, and its tokens: [n, window, 64], [n, window]."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    count = len(TEXT) // window
+    ids = torch.tensor([ALPHABET.index(character) for character in TEXT[: count * window]])
+    ids = ids.view(count, window)
+    with torch.inference_mode():
+        return model(ids).logits, ids
+
+
+def test_the_report_is_by_its_schema(report: dict, package_of_source: Path, text: Path) -> None:
+    schema.check(report, "report", "report")
+    assert report["kind"] == "eval"
+    assert report["reference_is_source"] is True
+    assert report["text_sha256"] == hashlib.sha256(TEXT.encode()).hexdigest()
+    assert (report["window"], report["windows"]) == (32, len(TEXT) // 32)
+    assert report["positions"] == 32 * (len(TEXT) // 32)
+    assert report["expert_weights"] == 2 * 3 * 128 * 256
+    checked = validate(package_of_source, show_progress=False)
+    for key in ("seal_sha256", "bits_per_expert_weight", "package"):
+        assert report[key] == checked[key]
+
+
+def test_the_figures_are_those_of_the_two_models(report: dict, source: Path, dense: Path) -> None:
+    (reference, ids), (other, _) = logits_of(source, 32), logits_of(dense, 32)
+    p, q = (log_softmax(logits.double(), -1) for logits in (reference, other))
+    kl = kl_div(q, p, log_target=True, reduction="none").sum(-1)
+    assert 0 < report["kl_mean"] == pytest.approx(float(kl.mean()), rel=1e-3)
+    assert report["kl_max"] == pytest.approx(float(kl.max()), rel=1e-3)
+    same = (reference.argmax(-1) == other.argmax(-1)).double().mean()
+    assert report["top1_agreement"] == pytest.approx(float(same))
+    shared = [
+        len(set(a.tolist()) & set(b.tolist())) / 10
+        for a, b in zip(
+            reference.topk(10).indices.flatten(0, 1),
+            other.topk(10).indices.flatten(0, 1),
+            strict=True,
+        )
+    ]
+    assert report["top10_agreement"] == pytest.approx(sum(shared) / len(shared))
+    for key, logits in (("reference_score", reference), ("package_score", other)):
+        loss = float(cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()))
+        assert report[key]["cross_entropy"] == pytest.approx(loss, rel=1e-5)
+        assert report[key]["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
+
+
+def test_a_package_is_its_own_decoded_checkpoint(
+    package_of_source: Path, dense: Path, text: Path, report: dict
+) -> None:
+    own = evaluate(package_of_source, dense, text, window=32, show_progress=False)
+    assert own["reference_is_source"] is False
+    # The same float32 model twice: log_softmax alone is off by 1e-6 or so.
+    assert abs(own["kl_mean"]) < 1e-5 < report["kl_mean"]
+    assert own["top1_agreement"] == own["top10_agreement"] == 1
+    assert own["reference_score"] == own["package_score"] == report["package_score"]
+    assert "not the checkpoint that was packed" in describe(own)
+    assert "not the checkpoint that was packed" not in describe(report)
+
+
+def test_another_model_is_far_away(package_of_source: Path, text: Path, report: dict) -> None:
+    other = one_layer_model(text.with_name("other"), seed=1)
+    far = evaluate(package_of_source, other, text, window=32, show_progress=False)
+    assert far["kl_mean"] > 10 * report["kl_mean"]
+    assert far["reference_is_source"] is False
+
+
+def test_tied_embeddings(tmp_path: Path, text: Path) -> None:
+    source = one_layer_model(tmp_path / "model", tied=True)
+    package = packed(source, tmp_path / "package")
+    decode_package(package, tmp_path / "dense", dtype="float32", show_progress=False)
+    near = evaluate(package, source, text, window=64, windows=1, show_progress=False)
+    own = evaluate(package, tmp_path / "dense", text, window=64, windows=1, show_progress=False)
+    assert abs(own["kl_mean"]) < 1e-5 < near["kl_mean"] < 1
+
+
+def test_nothing_is_printed(
+    package_of_source: Path, source: Path, text: Path, capfd: pytest.CaptureFixture
+) -> None:
+    evaluate(package_of_source, source, text, window=64, windows=1, show_progress=False)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_windows_are_counted_from_the_start(
+    package_of_source: Path, source: Path, text: Path
+) -> None:
+    default = evaluate(package_of_source, source, text, show_progress=False)
+    assert (default["window"], default["windows"]) == (128, len(TEXT) // 128)  # the longest context
+    first = evaluate(package_of_source, source, text, window=16, windows=2, show_progress=False)
+    assert (first["window"], first["windows"], first["positions"]) == (16, 2, 32)
+    short = text.with_name("short.txt")
+    short.write_text(TEXT[:47])
+    again = evaluate(package_of_source, source, short, window=16, windows=9, show_progress=False)
+    assert again["windows"] == 2
+    for key in ("kl_mean", "kl_max", "package_score", "top10_agreement"):
+        assert again[key] == first[key]
+
+
+def test_a_text_that_is_too_short(package_of_source: Path, source: Path, text: Path) -> None:
+    with pytest.raises(FormatError, match=rf"has {len(TEXT)} tokens, a window takes 4096"):
+        evaluate(package_of_source, source, text, window=4096, show_progress=False)
+
+
+def test_a_text_that_is_no_utf_8(package_of_source: Path, source: Path, tmp_path: Path) -> None:
+    (tmp_path / "text").write_bytes(b"\xff\xfe")
+    with pytest.raises(FormatError, match="text is not UTF-8 text"):
+        evaluate(package_of_source, source, tmp_path / "text", show_progress=False)
+
+
+def test_a_reference_that_is_none(package_of_source: Path, text: Path, tmp_path: Path) -> None:
+    with pytest.raises(FormatError, match="it is a package already"):
+        evaluate(package_of_source, package_of_source, text, show_progress=False)
+    with pytest.raises(FormatError, match="is not a folder"):
+        evaluate(package_of_source, tmp_path / "none", text, show_progress=False)
+
+
+def test_a_damaged_package_is_not_evaluated(
+    package_of_source: Path, source: Path, text: Path, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(package_of_source, tmp_path / "copy")
+    (copy / "qsrt-layer-000.json").write_text("{}")
+    with pytest.raises(FormatError, match=r"qsrt-layer-000\.json is damaged"):
+        evaluate(copy, source, text, window=32, show_progress=False)
+
+
+@pytest.mark.parametrize("length", [2, 256, 257, 258, 600])
+def test_totals_do_not_depend_on_the_cut_into_rows(length: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    p, q = (torch.randn(length, 7, generator=generator) for _ in range(2))
+    tokens = torch.randint(7, (length,), generator=generator)
+    totals = _Totals()
+    totals.add(p, q, tokens)
+    found = totals.result()
+    kl = kl_div(log_softmax(q, -1), log_softmax(p, -1), log_target=True, reduction="none").sum(-1)
+    assert found["positions"] == length
+    assert found["kl_mean"] == pytest.approx(float(kl.mean()), rel=1e-5)
+    assert found["kl_max"] == pytest.approx(float(kl.max()), rel=1e-5)
+    assert found["top10_agreement"] == 1  # of all seven
+    for key, logits in (("reference_score", p), ("package_score", q)):
+        loss = float(cross_entropy(logits[:-1], tokens[1:]))
+        assert found[key]["cross_entropy"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_describe_is_a_table(report: dict) -> None:
+    lines = describe(report).splitlines()
+    assert f"{report['kl_mean']:.5f} nats" in lines[0]
+    assert len({line.index("  ") > 0 for line in lines}) == 1
+    assert any(f"{report['positions']:,} in windows of 32" in line for line in lines)

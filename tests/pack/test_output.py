@@ -1,0 +1,141 @@
+from pathlib import Path
+
+import pytest
+
+from qsrt_pack.output import check_output, replacing
+from qsrt_runtime.format.errors import FormatError
+
+
+def fill(folder: Path, *names: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        (folder / name).write_text(name)
+    return folder
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_new_or_empty_output_is_taken(tmp_path: Path) -> None:
+    source = fill(tmp_path / "source", "x")
+    check_output(tmp_path / "new", source, False)
+    check_output(tmp_path / "deep" / "below" / "new", source, False)
+    check_output(fill(tmp_path / "empty"), source, False)
+    assert names(tmp_path) == ["empty", "source"]
+
+
+def test_pk_4c_content_is_kept_without_a_wish(tmp_path: Path) -> None:
+    source, out = fill(tmp_path / "source"), fill(tmp_path / "out", "old")
+    with pytest.raises(FormatError, match=r"out is not empty; .*--overwrite"):
+        check_output(out, source, False)
+    check_output(out, source, True)
+    assert names(out) == ["old"]
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize("out", ["source", "source/out", ".", "source/../source", "link/out"])
+def test_source_and_output_lie_apart(tmp_path: Path, out: str, overwrite: bool) -> None:
+    source = fill(tmp_path / "source")
+    (tmp_path / "link").symlink_to(source)
+    with pytest.raises(FormatError, match="lie inside each other"):
+        check_output(tmp_path / out, source, overwrite)
+
+
+@pytest.mark.parametrize("out", [".", "below", ".."])
+def test_the_working_and_home_folders_are_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out: str
+) -> None:
+    source, here = fill(tmp_path / "source"), fill(tmp_path / "a" / "here" / "below")
+    monkeypatch.chdir(here)
+    with pytest.raises(FormatError, match="which would be replaced"):
+        check_output(here.parent / out, source, True)
+    monkeypatch.chdir(source)
+    check_output(here.parent / out, source, True)
+    monkeypatch.setenv("HOME", str(here))
+    with pytest.raises(FormatError, match=f"holds the folder {here}"):
+        check_output(here.parent / out, source, True)
+
+
+def test_a_name_that_begins_alike_is_apart(tmp_path: Path) -> None:
+    check_output(tmp_path / "source-qsrt", fill(tmp_path / "source"), False)
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "dangling link"])
+def test_an_output_that_is_no_folder(tmp_path: Path, kind: str) -> None:
+    source, out = fill(tmp_path / "source"), tmp_path / "out"
+    if kind == "file":
+        out.write_text("")
+    else:
+        out.symlink_to(fill(tmp_path / "other") if kind == "link" else tmp_path / "none")
+    with pytest.raises(FormatError, match="out exists and is not a folder"):
+        check_output(out, source, True)
+
+
+def test_the_folder_appears_when_whole(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "out"
+    with replacing(out) as folder:
+        assert folder == tmp_path / "deep" / "out.partial"
+        fill(folder, "new")
+        assert not out.exists()
+    assert names(out.parent) == ["out"]
+    assert names(out) == ["new"]
+
+
+def test_what_was_there_is_replaced_whole(tmp_path: Path) -> None:
+    out = fill(tmp_path / "out", "old", "both")
+    with replacing(out) as folder:
+        fill(folder, "new", "both")
+        assert names(out) == ["both", "old"]
+    assert names(tmp_path) == ["out"]
+    assert names(out) == ["both", "new"]
+
+
+@pytest.mark.parametrize("error", [OSError("full"), KeyboardInterrupt(), SystemExit(3)])
+@pytest.mark.parametrize("old", [True, False])
+def test_a_failure_changes_nothing(tmp_path: Path, error: BaseException, old: bool) -> None:
+    out = tmp_path / "out"
+    if old:
+        fill(out, "old")
+    with pytest.raises(type(error)), replacing(out) as folder:
+        fill(folder, "half")
+        raise error
+    assert names(tmp_path) == (["out"] if old else [])
+    if old:
+        assert names(out) == ["old"]
+
+
+def test_a_failed_rename_puts_the_old_folder_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = fill(tmp_path / "out", "old")
+    real = Path.replace
+
+    def replace(self: Path, target: Path) -> Path:
+        if self.name == "out.partial":
+            raise OSError("no")
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    with pytest.raises(OSError, match="no"), replacing(out) as folder:
+        fill(folder, "new")
+    assert names(tmp_path) == ["out"]
+    assert names(out) == ["old"]
+
+
+def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
+    fill(tmp_path / "out.partial", "half")
+    with replacing(tmp_path / "out") as folder:
+        assert names(folder) == []
+        fill(folder, "new")
+    assert names(tmp_path) == ["out"]
+
+
+def test_an_old_folder_in_the_way_is_named(tmp_path: Path) -> None:
+    fill(tmp_path / "out.old", "kept")
+    with (
+        pytest.raises(FormatError, match=r"out\.old is in the way"),
+        replacing(tmp_path / "out"),
+    ):
+        raise AssertionError("entered")
+    assert names(tmp_path) == ["out.old"]
