@@ -3,6 +3,8 @@
 import hashlib
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,13 @@ import torch
 import transformers
 from safetensors import safe_open
 from torch.nn.functional import log_softmax
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 import qsrt_runtime
 from qsrt_pack.progress import bar
@@ -48,15 +56,14 @@ def evaluate(
     find_experts(checkpoint)
     source_sha256 = dense.package.documents.manifest["source"]["source_sha256"]
     data = _read_text(text)
-    tokens = _tokens(reference, data)
-    original = AutoModelForCausalLM.from_pretrained(reference, dtype=torch.float32).eval()
-    longest = getattr(original.config, "max_position_embeddings", _MAX_WINDOW)
-    size = window or min(_MAX_WINDOW, longest)
-    count = len(tokens) // size
-    if not count:
-        raise FormatError(f"{text} has {len(tokens)} tokens, a window takes {size}")
-    count = min(count, windows or count)
-    packed = _packed_model(dense)
+    original, packed = _reference_model(reference), _packed_model(dense)
+    vocabulary = packed.config.vocab_size
+    if original.config.vocab_size != vocabulary:
+        raise FormatError(
+            f"{reference} has a vocabulary of {original.config.vocab_size}, {path} of {vocabulary}"
+        )
+    tokens = _tokens(reference, data, vocabulary, text)
+    size, count = _windows(len(tokens), original.config, window, windows, text)
     totals = _Totals()
     with bar("eval", count, "windows", show_progress) as advance, torch.inference_mode():
         for row in tokens[: count * size].unflatten(0, (count, size)):
@@ -141,26 +148,76 @@ def _read_text(path: Path) -> bytes:
     return data
 
 
-def _tokens(reference: Path, data: bytes) -> torch.Tensor:
-    tokenizer = AutoTokenizer.from_pretrained(reference)
-    ids = tokenizer(data.decode(), add_special_tokens=False, verbose=False)["input_ids"]
+def _tokens(reference: Path, data: bytes, vocabulary: int, text: Path) -> torch.Tensor:
+    """Token ids of the whole text: [n] int64, each below the vocabulary's size."""
+    with _blaming(reference):
+        tokenizer = AutoTokenizer.from_pretrained(reference)
+        ids = tokenizer(data.decode(), add_special_tokens=False, verbose=False)["input_ids"]
+    if data.strip() and not ids:
+        raise FormatError(f"{reference}: its tokenizer makes no token of {text}; is it complete?")
+    if max(ids, default=0) >= vocabulary:
+        raise FormatError(
+            f"{reference}: its tokenizer gives token {max(ids)}, the model has {vocabulary}"
+        )
     return torch.tensor(ids, dtype=torch.int64)
+
+
+def _windows(
+    tokens: int, config: PretrainedConfig, window: int | None, windows: int | None, text: Path
+) -> tuple[int, int]:
+    """Tokens in a window and how many windows."""
+    longest = getattr(config, "max_position_embeddings", None) or _MAX_WINDOW
+    size = window or min(_MAX_WINDOW, longest)
+    if size > longest:
+        raise FormatError(f"a window of {size} tokens is longer than the model's {longest}")
+    count = tokens // size
+    if not count:
+        raise FormatError(f"{text} has {tokens} tokens, a window takes {size}")
+    return size, min(count, windows or count)
+
+
+def _reference_model(reference: Path) -> PreTrainedModel:
+    with _blaming(reference):
+        model, info = AutoModelForCausalLM.from_pretrained(
+            reference, dtype=torch.float32, output_loading_info=True
+        )
+    return _complete(model, info, reference)
 
 
 def _packed_model(dense: DensePackage) -> PreTrainedModel:
     """The package's model with its experts decoded, in float32."""
-    config = AutoConfig.from_pretrained(dense.package.path)
-    del config.quantization_config
-    (architecture,) = config.architectures
     state = {name: _load(shard, name) for name, (shard, _) in dense.base.items()}
     state |= {name: dense.expert_weight(name) for name in dense.experts}
-    model, info = getattr(transformers, architecture).from_pretrained(
-        None, config=config, state_dict=state, dtype=torch.float32, output_loading_info=True
-    )
-    wrong = sorted([*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]])
-    if wrong:
-        raise FormatError(f"{dense.package.path}: transformers does not take tensor {wrong[0]}")
+    path = dense.package.path
+    with _blaming(path):
+        config = AutoConfig.from_pretrained(path)
+        del config.quantization_config
+        (architecture,) = config.architectures or [None]
+        model, info = getattr(transformers, architecture).from_pretrained(
+            None, config=config, state_dict=state, dtype=torch.float32, output_loading_info=True
+        )
+    return _complete(model, info, path)
+
+
+def _complete(model: PreTrainedModel, info: dict[str, Any], path: Path) -> PreTrainedModel:
+    """The model, unless transformers made up, dropped or could not fit a tensor."""
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if info[what]:
+            name = min(map(str, info[what]))
+            raise FormatError(f"{path}: {what.replace('_', ' ')}, {name} for one")
     return model.eval()
+
+
+@contextmanager
+def _blaming(path: Path) -> Iterator[None]:
+    """Errors of transformers, of whatever type, as one line about the folder that caused them."""
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise FormatError(
+            f"transformers cannot load {path}: {type(error).__name__}: {reason}"
+        ) from error
 
 
 def _load(shard: Path, name: str) -> torch.Tensor:

@@ -38,6 +38,7 @@ from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.package import seal
 
 _log = logging.getLogger(__name__)
+_POOR_NMSE = 0.1  # six times what a matrix has at 3 bits: its scales are below float16's
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ def prepare(
     """Check source and output and make the plan; writes nothing. FormatError on any doubt."""
     checkpoint = open_checkpoint(source)
     experts = find_experts(checkpoint)
+    config_path = str(checkpoint.path / manifests.CONFIG)
+    manifests.check_config(checkpoint.config, experts.geometry, experts.topk, config_path)
     check_output(out, checkpoint.path, overwrite)
     plan = make_plan(checkpoint, experts, out, settings, loader)
     return Job(checkpoint, experts, out, settings, loader, plan)
@@ -139,6 +142,9 @@ def _write_expert(job: Job, writer: LayerWriter, layer: int, expert: int) -> dic
         _log.warning(
             "layer %d expert %d: %s all zero", layer, expert, ", ".join(entry["zero_matrices"])
         )
+    poor = [name for name, error in entry["nmse"].items() if error > _POOR_NMSE]
+    if poor:
+        _log.warning("layer %d expert %d: %s coded poorly", layer, expert, ", ".join(poor))
     _log.debug("layer %d expert %d: NMSE %s", layer, expert, _mean_nmse([entry]))
     return entry
 

@@ -1,5 +1,7 @@
 """An output folder that appears whole or not at all."""
 
+import fcntl
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,23 +29,49 @@ def check_output(out: Path, source: Path, overwrite: bool) -> None:
 def replacing(out: Path) -> Iterator[Path]:
     """A fresh folder OUT.partial that takes out's place when the block ends.
 
-    When the block fails, the folder vanishes and what stood at out still does.
+    When the block fails, the folder vanishes and what stood at out still does. Another process
+    that writes the same output is refused; what a killed one left is removed.
     """
     folder, old = paths.partial_name(out), out.with_name(out.name + ".old")
     if old.exists():
         raise FormatError(f"{old} is in the way; move it")
     out.parent.mkdir(parents=True, exist_ok=True)
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir()
-    try:
-        yield folder
-        _take_place(folder, out, old)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
+    folder.mkdir(exist_ok=True)
+    with _locked(folder):
+        try:
+            _empty(folder)
+            yield folder
+            _take_place(folder, out, old)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
     if old.exists():
         shutil.rmtree(old)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the folder's lock, which the system drops when the process ends, however it ends."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            held = folder.exists() and os.path.samestat(os.fstat(descriptor), folder.stat())
+        except BlockingIOError:
+            held = False
+        if not held:  # taken, or renamed into place by its owner a moment ago
+            raise FormatError(f"{folder} is being written by another process")
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _take_place(folder: Path, out: Path, old: Path) -> None:

@@ -232,11 +232,11 @@ def _check_decode(coded: atom.Expert, chosen: dict[str, EncodedMatrix], geometry
     stored = stored_channels(geometry.records).to(bundles.device)
     for name, matrix in chosen.items():
         expected = matrix.dense[:, stored] if name != "w2" else matrix.dense[stored]
-        error = float((decoded[name].T - expected).norm())
-        if not error <= DECODE_TOLERANCE * float(expected.norm()):
+        error, norm = float((decoded[name].T - expected).norm()), float(expected.norm())
+        if not error <= DECODE_TOLERANCE * norm:
             raise ArithmeticError(
-                f"{name}: the packed bytes decode with relative error "
-                f"{error / float(expected.norm()):.2g}, expected at most {DECODE_TOLERANCE}"
+                f"{name}: the packed bytes decode with an error of {error:.2g} where the norm is "
+                f"{norm:.2g}, expected a ratio of at most {DECODE_TOLERANCE}"
             )
 
 

@@ -22,8 +22,8 @@ SINGLE = "model.safetensors"
 _NUMBERED = re.compile(r"^(?P<stem>.+)-(?P<index>\d{5})-of-(?P<count>\d{5})\.safetensors$")
 # Weights in other formats, code, and files that a package writes anew.
 _NOT_CARRIED = re.compile(
-    r"\.(safetensors|bin|pt|pth|ckpt|pkl|pickle|npz|msgpack|h5|onnx|gguf|py|pyc)$"
-    r"|\.index\.json$|(^|/)\.|^config\.json$|^README\.md$",
+    r"\.(safetensors|bin|pt|pth|ckpt|pkl|pickle|npz|msgpack|h5|onnx|gguf|py|pyc|partial)$"
+    r"|\.index\.json$|^config\.json$|^README\.md$",
     re.IGNORECASE,
 )
 _PACKAGE_FILES = {MANIFEST, MARKER, CHECKSUMS}
@@ -34,7 +34,8 @@ class Checkpoint:
     """A checkpoint whose headers have been read.
 
     tensors: name -> (shard, where it lies).   shards: relative names.   carried: side files that
-    a package copies.   left_out: files that are neither weights of this checkpoint nor carried.
+    a package copies.   left_out: files that are neither weights of this checkpoint nor carried;
+    hidden files and folders are not looked at.
     """
 
     path: Path
@@ -52,7 +53,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
             f"{path} is not a folder; give a local checkpoint folder (download it first)"
         )
     path = path.resolve()
-    files = paths.files_below(path)
+    files = [n for n in paths.files_below(path) if not re.search(r"(^|/)\.", n)]
     found = _PACKAGE_FILES & set(files)
     if found:
         raise FormatError(f"{path} holds {min(found)}: it is a package already, not a checkpoint")
@@ -62,11 +63,13 @@ def open_checkpoint(path: Path) -> Checkpoint:
     config = schema.read(path / CONFIG)
     if not isinstance(config, dict):
         raise FormatError(f"{path / CONFIG} is a JSON {type(config).__name__}, not an object")
+    schema.require_json(config, str(path / CONFIG))
     tensors = _indexed(path) if INDEX in files else _without_index(path, files)
     shards = tuple(sorted({shard for shard, _ in tensors.values()}))
     own = {CONFIG, INDEX, *shards}
     carried = tuple(n for n in files if n not in own and not _NOT_CARRIED.search(n))
     for name in carried:
+        paths.relative_name(name, str(path))
         paths.regular_file(path / name, path)
     left_out = tuple(n for n in files if n not in own and _NOT_CARRIED.search(n))
     return Checkpoint(path, config, tensors, shards, carried, left_out)

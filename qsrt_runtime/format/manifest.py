@@ -120,7 +120,9 @@ def check_documents(documents: Documents, where: str) -> None:
     """Refuse documents that disagree with themselves or each other, naming the field."""
     _check_manifest(documents, f"{where}/{MANIFEST}")
     if documents.is_ours:
-        _check_config(documents, f"{where}/{CONFIG}")
+        fields = documents.manifest["geometry"]
+        geometry = geometry_of(documents.manifest)
+        check_config(documents.config, geometry, fields["topk"], f"{where}/{CONFIG}")
     _check_descriptor(documents, f"{where}/{CONFIG}")
     _check_marker(documents, f"{where}/{MARKER}")
     for tensor, name in documents.index["weight_map"].items():
@@ -264,19 +266,18 @@ def _check_own_manifest(manifest: dict[str, Any], geometry: Geometry, where: str
         _require_equal(found, expected, field, where, "what it follows from")
 
 
-def _check_config(documents: Documents, where: str) -> None:
-    """The model's own sizes, where config.json states them under their usual names."""
-    config, fields = documents.config, documents.manifest["geometry"]
+def check_config(config: dict[str, Any], geometry: Geometry, topk: int, where: str) -> None:
+    """Refuse a config.json whose sizes, under their usual names, are not those packed."""
     stated = {
-        "hidden_size": fields["hidden_size"],
-        "moe_intermediate_size": fields["intermediate_size"],
-        "num_experts": fields["experts_per_layer"],
-        "num_local_experts": fields["experts_per_layer"],
-        "num_experts_per_tok": fields["topk"],
+        "hidden_size": geometry.hidden,
+        "moe_intermediate_size": geometry.intermediate,
+        "num_experts": geometry.experts,
+        "num_local_experts": geometry.experts,
+        "num_experts_per_tok": topk,
     }
     for key, expected in stated.items():
-        if key in config:
-            _require_equal(config[key], expected, key, where, MANIFEST)
+        if config.get(key) is not None:
+            _require_equal(config[key], expected, key, where, "the experts")
 
 
 def _check_descriptor(documents: Documents, where: str) -> None:

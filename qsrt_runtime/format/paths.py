@@ -19,6 +19,10 @@ def relative_name(name: Any, where: str) -> str:
     if not isinstance(name, str):
         raise FormatError(f"{where}: file name {name!r} is not a string")
     parts = PurePosixPath(name).parts
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise FormatError(f"{where}: file name {name!r} is not UTF-8") from None
     safe = (
         name
         and parts

@@ -104,6 +104,14 @@ def dump(value: Any) -> bytes:
     return (text + "\n").encode()
 
 
+def require_json(value: Any, where: str) -> None:
+    """Refuse a parsed value that strict JSON cannot write back."""
+    try:
+        dump(value)
+    except ValueError as error:  # infinities and NaN; UnicodeEncodeError for lone surrogates
+        raise FormatError(f"{where} cannot be written back as JSON: {error}") from None
+
+
 def digest(value: Any) -> str:
     """SHA-256 of the canonical JSON of a value, 64 lower-case hex digits."""
     text = json.dumps(

@@ -4,12 +4,14 @@ import hashlib
 import math
 import shutil
 import string
+from collections.abc import Callable
 from pathlib import Path
 
 import checkpoints
 import pytest
 import torch
 from checkpoints import config, write_checkpoint
+from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -21,6 +23,7 @@ from qsrt_pack.restore import decode_package
 from qsrt_pack.validate import validate
 from qsrt_runtime.format import schema
 from qsrt_runtime.format.errors import FormatError
+from qsrt_runtime.format.package import seal
 
 ALPHABET = string.ascii_letters + string.digits + " ."
 TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with 12 dozen liquor jugs. " * 5
@@ -183,8 +186,65 @@ def test_windows_are_counted_from_the_start(
 
 
 def test_a_text_that_is_too_short(package_of_source: Path, source: Path, text: Path) -> None:
-    with pytest.raises(FormatError, match=rf"has {len(TEXT)} tokens, a window takes 4096"):
-        evaluate(package_of_source, source, text, window=4096, show_progress=False)
+    text.write_text(TEXT[:100])
+    with pytest.raises(FormatError, match="has 100 tokens, a window takes 128"):
+        evaluate(package_of_source, source, text, show_progress=False)
+
+
+def test_a_window_beyond_the_models_context(
+    package_of_source: Path, source: Path, text: Path
+) -> None:
+    with pytest.raises(FormatError, match="window of 129 tokens is longer than the model's 128"):
+        evaluate(package_of_source, source, text, window=129, show_progress=False)
+
+
+def _without_head(folder: Path) -> None:
+    index = checkpoints.INDEX
+    shards = {path: load_file(path) for path in folder.glob("*.safetensors")}
+    for path, tensors in shards.items():
+        if tensors.pop("lm_head.weight", None) is not None:
+            save_file(tensors, path, metadata={"format": "pt"})
+    checkpoints.edit_json(folder / index, lambda value: value["weight_map"].pop("lm_head.weight"))
+
+
+def _edit_config(**changes: object) -> Callable[[Path], None]:
+    return lambda folder: checkpoints.edit_json(
+        folder / "config.json", lambda value: value.update(changes)
+    )
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (_without_head, r"missing keys, lm_head\.weight for one"),
+        (_edit_config(vocab_size=65), "transformers cannot load .*vocab|vocabulary|mismatched"),
+        (lambda f: (f / "tokenizer.json").write_text("{"), "transformers cannot load .*Error"),
+        (lambda f: (f / "tokenizer.json").unlink(), "transformers cannot load|makes no token"),
+    ],
+)
+def test_a_reference_that_does_not_do(
+    package_of_source: Path,
+    source: Path,
+    text: Path,
+    tmp_path: Path,
+    damage: Callable[[Path], object],
+    said: str,
+) -> None:
+    reference = shutil.copytree(source, tmp_path / "reference")
+    damage(reference)
+    with pytest.raises(FormatError, match=said):
+        evaluate(package_of_source, reference, text, show_progress=False)
+
+
+@pytest.mark.parametrize("architectures", [None, ["NoSuchModel"]])
+def test_a_package_that_transformers_has_no_class_for(
+    package_of_source: Path, source: Path, text: Path, tmp_path: Path, architectures: object
+) -> None:
+    package = shutil.copytree(package_of_source, tmp_path / "package")
+    _edit_config(architectures=architectures)(package)
+    seal(package)
+    with pytest.raises(FormatError, match="transformers cannot load .*package"):
+        evaluate(package, source, text, show_progress=False)
 
 
 def test_a_text_that_is_no_utf_8(package_of_source: Path, source: Path, tmp_path: Path) -> None:

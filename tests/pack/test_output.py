@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -139,3 +141,33 @@ def test_an_old_folder_in_the_way_is_named(tmp_path: Path) -> None:
     ):
         raise AssertionError("entered")
     assert names(tmp_path) == ["out.old"]
+
+
+def test_pk_6a_a_second_writer_is_refused_and_harms_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with replacing(out) as folder:
+        fill(folder, "first")
+        with (
+            pytest.raises(FormatError, match="is being written by another process"),
+            replacing(out),
+        ):
+            pass
+        assert names(folder) == ["first"]
+    assert names(out) == ["first"]
+
+
+def test_pk_6b_the_lock_of_a_dead_process_is_gone(tmp_path: Path) -> None:
+    code = (
+        "import os, pathlib, sys\n"
+        "from qsrt_pack.output import replacing\n"
+        "with replacing(pathlib.Path(sys.argv[1])) as folder:\n"
+        "    (folder / 'half').write_text('x')\n"
+        "    os.kill(os.getpid(), 9)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")])
+    assert done.returncode == -9
+    assert names(tmp_path) == ["out.partial"]
+    with replacing(tmp_path / "out") as folder:
+        assert names(folder) == []
+        fill(folder, "whole")
+    assert names(tmp_path) == ["out"]

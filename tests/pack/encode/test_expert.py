@@ -263,7 +263,7 @@ def test_what_does_not_decode_to_what_was_encoded_is_an_error(
         return replace(packed, **{part: vector})
 
     monkeypatch.setattr(module, "_pack", damaged)
-    with pytest.raises(ArithmeticError, match="w1: the packed bytes decode with relative error"):
+    with pytest.raises(ArithmeticError, match="w1: the packed bytes decode with an error of"):
         encode(normal_weights())
 
 
@@ -298,3 +298,21 @@ def test_geometry_of_four_records() -> None:
     channel = channels_of_groups(encoded.low_to_high_groups)[stored_channels(4)]
     decoded = decode.dense_expert(unpacked)["w1"]
     assert nmse(w1[channel], decoded) == pytest.approx(encoded.nmse["w1"], rel=1e-6)
+
+
+def test_bytes_do_not_depend_on_the_number_of_threads() -> None:
+    generator = torch.Generator().manual_seed(5)
+    w1, w3 = (torch.randn(256, 128, generator=generator) for _ in range(2))
+    w2 = torch.randn(128, 256, generator=generator)
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            encoded = encode_expert(
+                w1, w3, w2, layer=0, expert=0, settings=Settings(search="fast", modes="all")
+            )
+            found.append((atom.pack_expert(encoded.coded), encoded.nmse))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]

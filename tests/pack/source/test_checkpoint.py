@@ -359,12 +359,18 @@ CARRIED = (
 )
 LEFT_OUT = (
     *("modeling_x.py", "pytorch_model.bin", "model.pt", "model.gguf", "model.onnx", "x.PY"),
-    *("README.md", ".gitattributes", ".git/HEAD", "sub/.hidden", "pytorch_model.bin.index.json"),
+    *("README.md", "pytorch_model.bin.index.json", "config.json.partial"),
+)
+HIDDEN = (
+    ".gitattributes",
+    ".git/" + "z" * 250 + "/obj",
+    "sub/.hidden",
+    ".cache/huggingface/x.lock",
 )
 
 
 def test_side_files_are_carried_by_pattern(checkpoint: Path) -> None:
-    for name in (*CARRIED, *LEFT_OUT, ".cache/huggingface/x.lock"):
+    for name in (*CARRIED, *LEFT_OUT, *HIDDEN):
         (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
         (checkpoint / name).write_text(name)
     opened = open_checkpoint(checkpoint)
@@ -395,3 +401,20 @@ def test_digests_cover_config_index_and_shards(checkpoint: Path) -> None:
     read: list[int] = []
     digest_files(open_checkpoint(checkpoint), read.append)
     assert sum(read) == sum((checkpoint / name).stat().st_size for name in names)
+
+
+@pytest.mark.parametrize(
+    "name", ["a\\b.txt", "C:x.txt", "a\nb.txt", b"\xff.txt".decode(errors="surrogateescape")]
+)
+def test_side_file_whose_name_no_package_can_list(checkpoint: Path, name: str) -> None:
+    (checkpoint / name).write_text("x")
+    with pytest.raises(FormatError, match="file name"):
+        open_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize("value", ["[0.0, Infinity]", "NaN", '"\\ud800"'])
+def test_config_that_is_not_json_again(checkpoint: Path, value: str) -> None:
+    text = (checkpoint / "config.json").read_text()
+    (checkpoint / "config.json").write_text(text[:-1] + f', "x": {value}}}')
+    with pytest.raises(FormatError, match=r"config\.json cannot be written back as JSON"):
+        open_checkpoint(checkpoint)
