@@ -243,7 +243,7 @@ def test_a_package_that_transformers_has_no_class_for(
     package = shutil.copytree(package_of_source, tmp_path / "package")
     _edit_config(architectures=architectures)(package)
     seal(package)
-    with pytest.raises(FormatError, match="transformers cannot load .*package"):
+    with pytest.raises(FormatError, match=r"transformers cannot load .*package"):
         evaluate(package, source, text, show_progress=False)
 
 
