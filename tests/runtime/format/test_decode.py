@@ -1,3 +1,4 @@
+import dataclasses
 import math
 
 import pytest
@@ -133,3 +134,15 @@ def test_zero_scales_give_exact_zeros(random_expert):
     assert not dense[5:9].any()
     assert not dense[:, 17].any()
     assert dense[0, 0] != 0
+
+
+@pytest.mark.gpu
+def test_a_gpu_decodes_the_same_bits(golden):
+    layer = container.read_layer(golden / "publication/qsrt-layer-005.safetensors")
+    on_gpu = {"atoms": layer.atoms.cuda(), "shared_scales": layer.shared_scales.cuda()}
+    moved = dataclasses.replace(layer, **on_gpu)
+    for expert in range(4):
+        expected = decode.dense_expert(container.unpack_expert(layer, expert))
+        found = decode.dense_expert(container.unpack_expert(moved, expert))
+        for matrix, weight in expected.items():
+            assert torch.equal(found[matrix].cpu(), weight)

@@ -136,3 +136,12 @@ def test_refuses_values_without_a_cost(value):
     targets[2, 255] = value
     with pytest.raises(ValueError, match="source weight or scale"):
         search_reference(targets, 3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_a_gpu_finds_the_same_edges(bits):
+    targets = 1.4 * torch.randn(9, 256, generator=torch.Generator().manual_seed(bits))
+    targets[0] = 0
+    found = search_reference(targets.cuda(), bits).cpu()
+    assert torch.equal(found, search_reference(targets, bits))
