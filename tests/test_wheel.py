@@ -38,7 +38,8 @@ def _run(wheel: Path, folder: Path, code: str, blocked: set[str], *args: str) ->
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder)
     script = f"BLOCKED = {blocked!r}\n{BLOCK}\n{code}"
-    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    search = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": search, "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-c", script, *args]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -35,7 +35,7 @@ def child(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedPr
         capture_output=True,
         text=True,
         cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
         timeout=120,
         check=False,
     )
