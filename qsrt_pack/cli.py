@@ -7,7 +7,6 @@ the command runs, so that --help is quick.
 import json
 import logging
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,8 +44,15 @@ class _Group(click.Group):
                 f"{error.name} is not installed; pip install 'qsrt[{extra}]'"
             ) from error
         except (KeyboardInterrupt, click.Abort):
-            click.echo("interrupted; nothing was left behind", err=True)
+            click.echo("interrupted", err=True)
             ctx.exit(130)
+
+
+class _EchoHandler(logging.Handler):
+    """Writes to what standard error is at the time, so that a progress bar stays below."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        click.echo(self.format(record), err=True)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -57,7 +63,7 @@ class _Group(click.Group):
 def main(ctx: click.Context, quiet: bool, verbose: bool) -> None:
     """Pack the experts of a mixture-of-experts model at about 3 bits a weight."""
     level = logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO
-    logging.basicConfig(stream=sys.stderr, format="%(message)s")
+    logging.basicConfig(handlers=[_EchoHandler()], format="%(message)s")
     for package in ("qsrt_pack", "qsrt_runtime"):
         logging.getLogger(package).setLevel(level)
     ctx.obj = not quiet
@@ -125,6 +131,8 @@ def convert(
     )
     if as_json:
         _print_json(prepared.plan)
+    elif dry_run:
+        click.echo(job.describe(prepared.plan))
     else:
         _log.info("%s", job.describe(prepared.plan))
     if dry_run:

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import safe_open
 from torch.nn.functional import log_softmax
 from transformers import (
     AutoConfig,
@@ -28,6 +27,7 @@ from qsrt_pack.source.models import find_experts
 from qsrt_pack.validate import bits_per_expert_weight
 from qsrt_runtime.format import schema
 from qsrt_runtime.format.errors import FormatError
+from qsrt_runtime.format.tensorfile import read_tensor
 
 _MAX_WINDOW = 1024
 _ROWS = 256  # positions whose full-vocabulary distributions are held at once
@@ -186,7 +186,7 @@ def _reference_model(reference: Path) -> PreTrainedModel:
 
 def _packed_model(dense: DensePackage) -> PreTrainedModel:
     """The package's model with its experts decoded, in float32."""
-    state = {name: _load(shard, name) for name, (shard, _) in dense.base.items()}
+    state = {name: read_tensor(*place) for name, place in dense.base.items()}
     state |= {name: dense.expert_weight(name) for name in dense.experts}
     path = dense.package.path
     with _blaming(path):
@@ -218,11 +218,6 @@ def _blaming(path: Path) -> Iterator[None]:
         raise FormatError(
             f"transformers cannot load {path}: {type(error).__name__}: {reason}"
         ) from error
-
-
-def _load(shard: Path, name: str) -> torch.Tensor:
-    with safe_open(shard, framework="pt") as file:
-        return file.get_tensor(name)
 
 
 def describe(report: dict[str, Any]) -> str:

@@ -1,7 +1,7 @@
 """Convert a checkpoint: the one place that knows source, encoder and package at once.
 
-Everything is written into OUT.partial beside the output, the seal last, and renamed into place
-when whole; a failure removes it and leaves what stood there before.
+Everything is written beside the output, the seal last, and renamed into place when whole; a
+failure removes it and leaves what stood there before.
 """
 
 import logging
@@ -35,7 +35,7 @@ from qsrt_runtime.format import manifest as manifests
 from qsrt_runtime.format import paths, schema
 from qsrt_runtime.format.container import LayerWriter
 from qsrt_runtime.format.errors import FormatError
-from qsrt_runtime.format.package import seal
+from qsrt_runtime.format.package import check_base, open_package, seal
 
 _log = logging.getLogger(__name__)
 _POOR_NMSE = 0.1  # six times what a matrix has at 3 bits: its scales are below float16's
@@ -50,6 +50,7 @@ class Job:
     out: Path
     settings: Settings
     loader: str
+    overwrite: bool
     plan: dict[str, Any]
 
 
@@ -63,7 +64,7 @@ def prepare(
     manifests.check_config(checkpoint.config, experts.geometry, experts.topk, config_path)
     check_output(out, checkpoint.path, overwrite)
     plan = make_plan(checkpoint, experts, out, settings, loader)
-    return Job(checkpoint, experts, out, settings, loader, plan)
+    return Job(checkpoint, experts, out, settings, loader, overwrite, plan)
 
 
 def run(job: Job, *, show_progress: bool = True) -> None:
@@ -71,8 +72,8 @@ def run(job: Job, *, show_progress: bool = True) -> None:
     free, need = job.plan["free_disk_bytes"], job.plan["bytes_out"]
     if free < need:
         raise FormatError(f"{job.out.parent} has {free:,} bytes free, the package takes {need:,}")
-    source_sha256 = _read_source(job, show_progress)
-    with replacing(job.out) as folder:
+    with replacing(job.out, overwrite=job.overwrite) as folder:
+        source_sha256 = _read_source(job, show_progress)
         evidence = _write_layers(job, folder, source_sha256, show_progress)
         base_sha256 = _write_base(job, folder)
         manifest = build_manifest(
@@ -88,6 +89,7 @@ def run(job: Job, *, show_progress: bool = True) -> None:
         paths.write_file(folder / manifests.MANIFEST, schema.dump(manifest))
         paths.write_file(folder / manifests.CONFIG, schema.dump(config))
         seal(folder)
+        check_base(open_package(folder))
 
 
 def _read_source(job: Job, show_progress: bool) -> str:
@@ -128,7 +130,7 @@ def _write_layers(
 def _write_expert(job: Job, writer: LayerWriter, layer: int, expert: int) -> dict[str, Any]:
     weights = {
         matrix: to_float32(
-            read_tensor(job.checkpoint, job.experts.tensor_name(layer, expert, matrix)), "cpu"
+            read_tensor(job.checkpoint, job.experts.tensor_name(layer, expert, matrix))
         )
         for matrix in ("w1", "w3", "w2")
     }
@@ -137,7 +139,9 @@ def _write_expert(job: Job, writer: LayerWriter, layer: int, expert: int) -> dic
     except ValueError as error:
         raise FormatError(f"layer {layer} expert {expert}: {error}") from error
     writer.write_expert(expert, encoded.coded)
-    entry = expert_evidence(expert, encoded.coded, encoded.low_to_high_groups, encoded.nmse)
+    entry = expert_evidence(
+        expert, encoded.coded, encoded.low_to_high_groups, encoded.nmse, encoded.rms
+    )
     if entry["zero_matrices"]:
         _log.warning(
             "layer %d expert %d: %s all zero", layer, expert, ", ".join(entry["zero_matrices"])
@@ -179,8 +183,6 @@ def _write_base(job: Job, folder: Path) -> str:
     paths.write_file(folder / manifests.INDEX, schema.dump(index))
     for name in checkpoint.carried:
         source, target = checkpoint.path / name, folder / name
-        if target.exists():
-            raise FormatError(f"{source} has the name of a file of the package; rename it")
         target.parent.mkdir(parents=True, exist_ok=True)
         paths.write_pieces(target, file_pieces(source, 0, source.stat().st_size))
     paths.write_file(folder / ".gitattributes", GIT_ATTRIBUTES)

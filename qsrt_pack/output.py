@@ -1,4 +1,8 @@
-"""An output folder that appears whole or not at all."""
+"""An output folder that appears whole or not at all.
+
+The work is done in OUT.partial, which holds `lock`, the new folder as `package` and, for a moment
+at the end, what stood at OUT before as `old`.
+"""
 
 import fcntl
 import os
@@ -10,77 +14,92 @@ from pathlib import Path
 from qsrt_runtime.format import paths
 from qsrt_runtime.format.errors import FormatError
 
+_LOCK, _NEW, _OLD = "lock", "package", "old"
+
 
 def check_output(out: Path, source: Path, overwrite: bool) -> None:
     """Refuse an output that would lose something: the source, or content without `overwrite`."""
     target, source = out.resolve(), source.resolve()
-    for place in (Path.cwd(), Path.home()):
+    for place in (Path.cwd().resolve(), Path.home().resolve()):
         if target == place or target in place.parents:
             raise FormatError(f"{out} holds the folder {place}, which would be replaced")
     if target == source or target in source.parents or source in target.parents:
         raise FormatError(f"{out} and the source {source} lie inside each other; choose another")
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise FormatError(f"{out} exists and is not a folder; choose another")
-    if out.exists() and not overwrite and any(out.iterdir()):
+    _check_content(out, overwrite)
+    _check_work(paths.partial_name(out))
+
+
+@contextmanager
+def replacing(out: Path, *, overwrite: bool) -> Iterator[Path]:
+    """An empty folder that takes out's place when the block ends.
+
+    When the block fails, the folder vanishes and what stood at out still does. Another process
+    that writes the same output is refused; what a killed one left is cleared away.
+    """
+    work = paths.partial_name(out)
+    _check_work(work)
+    work.mkdir(parents=True, exist_ok=True)
+    with _locked(work):
+        try:
+            _restore(work, out)
+            (work / _NEW).mkdir()
+            yield work / _NEW
+            _check_content(out, overwrite)
+            _take_place(work, out)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+def _check_content(out: Path, overwrite: bool) -> None:
+    if not overwrite and out.exists() and any(out.iterdir()):
         raise FormatError(f"{out} is not empty; choose another or give --overwrite to replace it")
 
 
-@contextmanager
-def replacing(out: Path) -> Iterator[Path]:
-    """A fresh folder OUT.partial that takes out's place when the block ends.
-
-    When the block fails, the folder vanishes and what stood at out still does. Another process
-    that writes the same output is refused; what a killed one left is removed.
-    """
-    folder, old = paths.partial_name(out), out.with_name(out.name + ".old")
-    if old.exists():
-        raise FormatError(f"{old} is in the way; move it")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    folder.mkdir(exist_ok=True)
-    with _locked(folder):
-        try:
-            _empty(folder)
-            yield folder
-            _take_place(folder, out, old)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-    if old.exists():
-        shutil.rmtree(old)
+def _check_work(work: Path) -> None:
+    """Refuse a folder of the work's name that this module did not make."""
+    if not work.is_symlink() and not work.exists():
+        return
+    names = {path.name for path in work.iterdir()} if work.is_dir() else set()
+    if work.is_symlink() or not work.is_dir() or not names <= {_LOCK, _NEW, _OLD}:
+        raise FormatError(f"{work} is in the way, where the work is done; move it")
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the folder's lock, which the system drops when the process ends, however it ends."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def _locked(work: Path) -> Iterator[None]:
+    """Hold the lock, which the system drops when the process ends, however it ends."""
+    path = work / _LOCK
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held = folder.exists() and os.path.samestat(os.fstat(descriptor), folder.stat())
+            held = path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
         except BlockingIOError:
             held = False
-        if not held:  # taken, or renamed into place by its owner a moment ago
-            raise FormatError(f"{folder} is being written by another process")
+        if not held:  # taken, or removed by its owner a moment ago
+            raise FormatError(f"{work} is in use: another process writes the same output")
         yield
     finally:
         os.close(descriptor)
 
 
-def _empty(folder: Path) -> None:
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+def _restore(work: Path, out: Path) -> None:
+    """Clear away what a killed process left, and put back what it had moved aside."""
+    if (work / _OLD).exists() and not out.exists():
+        (work / _OLD).replace(out)
+    for name in (_NEW, _OLD):
+        if (work / name).exists():
+            shutil.rmtree(work / name)
 
 
-def _take_place(folder: Path, out: Path, old: Path) -> None:
+def _take_place(work: Path, out: Path) -> None:
     if out.exists():
-        out.replace(old)
+        out.replace(work / _OLD)
     try:
-        folder.replace(out)
+        (work / _NEW).replace(out)
     except BaseException:
-        if old.exists():
-            old.replace(out)
+        if (work / _OLD).exists() and not out.exists():
+            (work / _OLD).replace(out)
         raise
     paths.sync_folder(out.parent)

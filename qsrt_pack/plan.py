@@ -21,6 +21,7 @@ _PROBE_SECONDS = 0.5
 _BASE_MEMORY = 420_000_000
 _MATRIX_COPIES = 27
 _COPIES_PER_MODE = 6
+_SEARCH_BYTES = 17_000_000  # costs of the search on one thread, at most
 
 
 def make_plan(
@@ -37,7 +38,7 @@ def make_plan(
         "schema": "qsrt_plan_v1",
         "source": str(checkpoint.path),
         "output": str(out),
-        "architecture": experts.architecture.expert_key,
+        "expert_key": experts.architecture.expert_key,
         "model_type": experts.model_type,
         "layers": list(experts.layers),
         "experts_per_layer": geometry.experts,
@@ -97,7 +98,8 @@ def memory_bytes(geometry: Geometry, settings: Settings) -> int:
     """Peak memory while encoding: one expert's weights and one matrix's working copies."""
     more = len(modes_tried(settings, geometry.records)) - 1
     matrix = 4 * geometry.hidden * geometry.intermediate
-    return _BASE_MEMORY + (_MATRIX_COPIES + _COPIES_PER_MODE * more) * matrix
+    search = _SEARCH_BYTES * torch.get_num_threads()
+    return _BASE_MEMORY + search + (_MATRIX_COPIES + _COPIES_PER_MODE * more) * matrix
 
 
 def _existing(folder: Path) -> Path:

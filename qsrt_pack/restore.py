@@ -9,7 +9,7 @@ import torch
 from qsrt_pack.assemble.shards import Spec, file_pieces, write_shards
 from qsrt_pack.output import check_output, replacing
 from qsrt_pack.progress import bar
-from qsrt_pack.source.models import ARCHITECTURES
+from qsrt_pack.source.models import ARCHITECTURES, check_package_config
 from qsrt_runtime.format import decode, paths, schema
 from qsrt_runtime.format import manifest as manifests
 from qsrt_runtime.format.container import Layer, unpack_expert
@@ -50,6 +50,8 @@ class DensePackage:
             verify_file(self.package, shard)
             for name, entry in read_header(path / shard).tensors.items():
                 self.base[name] = (path / shard, entry)
+        check_package_config(self.package.documents, str(path / manifests.CONFIG))
+        _check_one_activation(self.package)
         self.experts = _expert_names(self.package)
         self._layer: tuple[int, Layer, dict[str, Any]] | None = None
         self._expert: tuple[int, int, dict[str, torch.Tensor]] | None = None
@@ -96,7 +98,7 @@ def decode_package(
         raise FormatError(f"{path}: dtype {kind!r} is not one of {sorted(DTYPES)}; give --dtype")
     del config["quantization_config"]
     with (
-        replacing(out) as folder,
+        replacing(out, overwrite=overwrite) as folder,
         bar("decode", len(dense.experts), "tensors", show_progress) as advance,
     ):
 
@@ -105,7 +107,10 @@ def decode_package(
                 shard, entry = dense.base[name]
                 return file_pieces(shard, entry.start, entry.end)
             advance(1)
-            return [tensor_data(dense.expert_weight(name).to(getattr(torch, kind)))]
+            weight = dense.expert_weight(name).to(getattr(torch, kind))
+            if not torch.isfinite(weight).all():
+                raise FormatError(f"{path}: {name} does not fit into {kind}; give another --dtype")
+            return [tensor_data(weight)]
 
         index = write_shards(folder, _specs(dense, DTYPES[kind]), payload)
         paths.write_file(folder / manifests.INDEX, schema.dump(index))
@@ -125,14 +130,21 @@ def source_order(
     return {m: w[:, place] if m == "w2" else w[place] for m, w in weights.items()}
 
 
+def _check_one_activation(package: Package) -> None:
+    """A dense checkpoint has one activation for all experts; refuse what it cannot say."""
+    hidden_act = package.documents.config["hidden_act"]
+    for layer in package.layers:
+        found = manifests.activations(package.documents.manifest, hidden_act, layer)
+        for expert, activation in enumerate(found):
+            if activation != hidden_act:
+                raise FormatError(
+                    f"{package.path}: layer {layer} expert {expert} has activation {activation}, "
+                    f"the model {hidden_act}; a dense checkpoint cannot say that"
+                )
+
+
 def _expert_names(package: Package) -> dict[str, tuple[int, int, str]]:
-    model_type = package.documents.config.get("model_type")
-    architecture = ARCHITECTURES.get(model_type)
-    if architecture is None:
-        raise FormatError(
-            f"{package.path}/config.json: model_type {model_type!r} is not one of "
-            f"{sorted(ARCHITECTURES)}"
-        )
+    architecture = ARCHITECTURES[package.documents.config["model_type"]]
     return {
         architecture.expert_key.format(layer=layer, expert=expert, part=part): (
             layer,

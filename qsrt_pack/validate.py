@@ -1,11 +1,12 @@
 """Everything that can be said of a package without its source."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from qsrt_pack.encode.ordered import root_mean_square
 from qsrt_pack.progress import bar
+from qsrt_pack.source.models import check_package_config
 from qsrt_runtime.format import decode, schema
 from qsrt_runtime.format import manifest as manifests
 from qsrt_runtime.format.container import Layer, read_layer, unpack_expert
@@ -18,12 +19,15 @@ from qsrt_runtime.format.package import (
     verify_file,
 )
 
+_RMS_TOLERANCE = 1e-6
+
 
 def validate(path: Path, *, deep: bool = False, show_progress: bool = True) -> dict[str, Any]:
     """Check a package whole and return its report; FormatError names the first thing wrong.
 
-    Schemas, cross-field rules, every checksum, structure, padding, finite scales; deep: also
-    decodes every expert and refuses values that are not finite.
+    Schemas, cross-field rules, every checksum, structure, padding, finite scales, and for a
+    known architecture that config.json describes the packed experts; deep: also decodes every
+    expert and compares the root mean square of each matrix with the recorded one.
     """
     package = open_package(path)
     sizes = {name: (path / name).stat().st_size for name in package.digests}
@@ -31,12 +35,14 @@ def validate(path: Path, *, deep: bool = False, show_progress: bool = True) -> d
         for name in package.digests:
             verify_file(package, name, advance)
     check_base(package)
+    if package.documents.is_ours:
+        check_package_config(package.documents, str(path / manifests.CONFIG))
     geometry = package.geometry
     with bar("layers", len(package.layers) * geometry.experts, "experts", show_progress) as advance:
         for number in package.layers:
-            layer = _check_layer(package, number)
+            layer, evidence = _check_layer(package, number)
             if deep:
-                _decode_layer(layer, path / package.layer_name(number), advance)
+                _decode_layer(layer, evidence, path / package.layer_name(number), advance)
     experts = len(package.layers) * geometry.experts
     report = {
         "schema": "qsrt_report_v1",
@@ -62,19 +68,28 @@ def bits_per_expert_weight(package: Package) -> float:
     return 8 * sum(entry["bytes"] for entry in entries) / weights
 
 
-def _check_layer(package: Package, number: int) -> Layer:
+def _check_layer(package: Package, number: int) -> tuple[Layer, dict[str, Any]]:
     path = package.path / package.layer_name(number)
     layer = read_layer(path)  # its checksum has been verified
     manifests.check_layer(layer, number, package.documents, str(path))
     evidence = read_evidence(package, number)
     if package.documents.is_ours:
         manifests.check_evidence_modes(evidence, layer, package.evidence_name(number))
-    return layer
+    return layer, evidence
 
 
-def _decode_layer(layer: Layer, path: Path, advance: Any) -> None:
+def _decode_layer(
+    layer: Layer, evidence: dict[str, Any], path: Path, advance: Callable[[int], None]
+) -> None:
+    """Decode every expert. Packages made elsewhere record nothing to compare with."""
+    recorded = {item["expert"]: item["rms"] for item in evidence.get("experts", [])}
     for expert in range(layer.geometry.experts):
-        for matrix, weight in decode.dense_expert(unpack_expert(layer, expert)).items():
-            if not torch.isfinite(weight).all():
-                raise FormatError(f"{path}: expert {expert} {matrix} decodes to non-finite values")
+        decoded = decode.dense_expert(unpack_expert(layer, expert))
+        for matrix, expected in recorded.get(expert, {}).items():
+            found = root_mean_square(decoded[matrix])
+            if not abs(found - expected) <= _RMS_TOLERANCE * expected:
+                raise FormatError(
+                    f"{path}: expert {expert} {matrix} decodes to a root mean square of "
+                    f"{found:.6g}, its evidence says {expected:.6g}"
+                )
         advance(1)

@@ -1,9 +1,11 @@
 """A layer of 1,000 experts, from random words: headers stay small, documents are checked fast."""
 
+import hashlib
 import json
 import time
 from pathlib import Path
 
+import checkpoints
 import torch
 
 from qsrt_pack.assemble.layer import expert_evidence, layer_evidence
@@ -39,25 +41,27 @@ def test_a_thousand_experts(tmp_path: Path) -> None:
     assert int.from_bytes(path.read_bytes()[:8], "little") < 2000
 
     nmse = {"w1": 0.5, "w3": 0.5, "w2": 0.5}
-    entries = [expert_evidence(expert, coded, groups, nmse) for expert in range(1000)]
+    entries = [expert_evidence(expert, coded, groups, nmse, nmse) for expert in range(1000)]
     evidence = layer_evidence(writer, settings.search, entries)
+    index = schema.dump({"metadata": {"total_size": 0}, "weight_map": {}})
     document = build_manifest(
         GEOMETRY,
         topk=8,
         activation="silu",
         encoder_settings=settings.fingerprinted(),
         source_sha256="5" * 64,
-        base_sha256="b" * 64,
+        base_sha256=schema.digest({manifest.INDEX: hashlib.sha256(index).hexdigest()}),
         evidence={0: evidence},
     )
+    config = checkpoints.config(num_experts=1000, num_experts_per_tok=8, num_hidden_layers=1)
     files = {
         manifest.evidence_file_name(0): evidence,
         manifest.MANIFEST: document,
-        manifest.INDEX: {"weight_map": {}},
-        manifest.CONFIG: build_config({"num_experts": 1000}, document, "qsrt"),
+        manifest.CONFIG: build_config(config, document, "qsrt"),
     }
     for name, value in files.items():
         (tmp_path / name).write_text(json.dumps(value))
+    (tmp_path / manifest.INDEX).write_bytes(index)
     seal(tmp_path)
 
     start = time.perf_counter()

@@ -10,12 +10,16 @@ from qsrt_runtime.format.container import LayerWriter
 
 
 def expert_evidence(
-    expert: int, coded: atom.Expert, low_to_high_groups: torch.Tensor, nmse: dict[str, float]
+    expert: int,
+    coded: atom.Expert,
+    low_to_high_groups: torch.Tensor,
+    nmse: dict[str, float],
+    rms: dict[str, float],
 ) -> dict[str, Any]:
     """One expert's entry. Without calibration there are no tokens and no functional error.
 
     low_to_high_groups: [I/4], groups of four source channels, least important first.
-    nmse: of w1, w3 and w2.
+    nmse, rms: of w1, w3 and w2.
     """
     scales = {"w1": coded.w1.svh, "w3": coded.w3.svh, "w2": coded.w2.svh}
     return {
@@ -23,6 +27,7 @@ def expert_evidence(
         "mode13": f"R{coded.mode13}",
         "mode2": f"R{coded.mode2}",
         "nmse": nmse,
+        "rms": rms,
         "functional_nmse": None,
         "tokens": None,
         "fallback": None,

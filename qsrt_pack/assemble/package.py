@@ -10,7 +10,6 @@ from qsrt_runtime.format import codebook, container, schema
 from qsrt_runtime.format import manifest as manifests
 from qsrt_runtime.format.geometry import Geometry
 
-LOADERS = ("qsrt", "kquant")
 GIT_ATTRIBUTES = b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
 
 
@@ -90,7 +89,7 @@ def build_manifest(
 def build_config(
     source_config: dict[str, Any], manifest: dict[str, Any], loader: str
 ) -> dict[str, Any]:
-    """config.json: the source's, with the quantization_config of a loader of LOADERS."""
+    """config.json: the source's, with the quantization_config of loader qsrt or kquant."""
     quantization: dict[str, Any] = {
         "quant_method": "qsrt",
         "demoted_format": container.ENCODING,

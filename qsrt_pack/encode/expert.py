@@ -1,5 +1,6 @@
 """Encode one expert: order its channels, rotate, scale, search, pack, and check the result."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 import qsrt_runtime
 from qsrt_pack.encode import incoherence, permutation
 from qsrt_pack.encode.ldlq import DAMPING, feedback_factor, ldlq, rotate_hessian
-from qsrt_pack.encode.ordered import ordered_mean_square
+from qsrt_pack.encode.ordered import ordered_mean_square, root_mean_square
 from qsrt_pack.encode.viterbi import search
 from qsrt_runtime.format import atom, codebook, decode, tile
 from qsrt_runtime.format.geometry import RECORD, TILE, Geometry
@@ -23,6 +24,7 @@ from qsrt_runtime.format.rotation import rotate, rotate_rows, signs
 
 DECODE_TOLERANCE = 1e-6
 _SCALE_BITS = 3  # the rate at which the global scale is searched
+_FAR = 8  # binary orders of magnitude; weights of root mean square 0.005 have scales of 2**-8
 _TILES_PER_RECORD = RECORD // TILE
 
 
@@ -56,11 +58,13 @@ class EncodedExpert:
 
     low_to_high_groups: [I/4] int64, groups of four source channels, least important first.
     nmse: |W - W'|^2 / |W|^2 of w1, w3 and w2; 0 for a matrix of zeros.
+    rms: root mean square of what each decodes to.
     """
 
     coded: atom.Expert
     low_to_high_groups: torch.Tensor
     nmse: dict[str, float]
+    rms: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,12 @@ def encode_expert(
         **{name: m.packed for name, m in chosen.items()}, mode13=mode13, mode2=mode2
     )
     _check_decode(coded, chosen, Geometry(w1.shape[1], w1.shape[0], 1))
-    return EncodedExpert(coded, groups, {name: m.nmse for name, m in chosen.items()})
+    return EncodedExpert(
+        coded,
+        groups,
+        nmse={name: m.nmse for name, m in chosen.items()},
+        rms={name: root_mean_square(m.dense) for name, m in chosen.items()},
+    )
 
 
 def encode_matrix(
@@ -142,7 +151,7 @@ def encode_matrix(
         fine=lambda tiles: _quantized(tiles, _SCALE_BITS, method),
     )
     suh, svh = (suh, svh / scale) if rate_axis == "out" else (suh / scale, svh)
-    suh, svh = _as_float16(suh), _as_float16(svh)
+    suh, svh = map(_as_float16, _balanced(suh, svh))
     factor = None
     if hessian is not None:
         factor = feedback_factor(rotate_hessian(hessian, suh.float()))
@@ -264,6 +273,18 @@ def _nmse(source: torch.Tensor, decoded: torch.Tensor) -> float:
     power = float(ordered_mean_square(source.flatten()))
     error = float(ordered_mean_square((source - decoded).flatten()))
     return error / power if power else error
+
+
+def _balanced(suh: torch.Tensor, svh: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Move a power of two from suh to svh where suh is far from 1, and so from float16's range.
+
+    The products, which are all that counts, stay the same to the bit.
+    """
+    exponent = math.frexp(float(suh.abs().max()))[1]
+    if -_FAR <= exponent <= _FAR:
+        return suh, svh
+    move = 2.0 ** (exponent // 2)
+    return suh / move, svh * move
 
 
 def _as_float16(scales: torch.Tensor) -> torch.Tensor:

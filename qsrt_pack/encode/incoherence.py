@@ -33,7 +33,7 @@ def regularize(
     svh = torch.where((weight != 0).any(0), output_signs, 0)
     rotated = rotate(weight * svh)
     row_rms = ordered_mean_square(rotated).sqrt().float()
-    suh = input_signs * row_rms / TARGET_RMS + _TINY
+    suh = input_signs * (row_rms / TARGET_RMS - _TINY)
     return rotate_rows(rotated / suh[:, None]), suh, svh
 
 

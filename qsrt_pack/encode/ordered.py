@@ -16,3 +16,8 @@ def ordered_sum(x: torch.Tensor) -> torch.Tensor:
 def ordered_mean_square(x: torch.Tensor) -> torch.Tensor:
     """Mean square of the last axis in float64: [..., n] -> [...]."""
     return ordered_sum(x.double().square()) / x.shape[-1]
+
+
+def root_mean_square(x: torch.Tensor) -> float:
+    """Root mean square of all elements."""
+    return float(ordered_mean_square(x.flatten()).sqrt())

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
-from qsrt_runtime.format import paths, schema
+from qsrt_runtime.format import paths, schema, tensorfile
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.manifest import CHECKSUMS, CONFIG, INDEX, MANIFEST, MARKER
 from qsrt_runtime.format.tensorfile import Header, TensorEntry, read_header
@@ -54,9 +53,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
         )
     path = path.resolve()
     files = [n for n in paths.files_below(path) if not re.search(r"(^|/)\.", n)]
-    found = _PACKAGE_FILES & set(files)
+    found = [n for n in files if n in _PACKAGE_FILES or n.startswith("qsrt-layer-")]
     if found:
-        raise FormatError(f"{path} holds {min(found)}: it is a package already, not a checkpoint")
+        raise FormatError(f"{path} holds {found[0]}: it is a package already, not a checkpoint")
     if CONFIG not in files:
         raise FormatError(f"{path / CONFIG} is missing; this is no Hugging Face checkpoint folder")
     paths.regular_file(path / CONFIG, path)
@@ -77,9 +76,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     """One tensor as stored."""
-    shard, _ = checkpoint.tensors[name]
-    with safe_open(checkpoint.path / shard, framework="pt") as file:
-        return file.get_tensor(name)
+    shard, entry = checkpoint.tensors[name]
+    return tensorfile.read_tensor(checkpoint.path / shard, entry)
 
 
 def check_finite(checkpoint: Checkpoint, name: str) -> None:

@@ -5,6 +5,6 @@ import torch
 READABLE = ("BF16", "F16", "F32")
 
 
-def to_float32(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    """A bfloat16, float16 or float32 tensor as float32 on a device, exactly."""
-    return tensor.to(device=device, dtype=torch.float32)
+def to_float32(tensor: torch.Tensor) -> torch.Tensor:
+    """A bfloat16, float16 or float32 tensor as float32, exactly."""
+    return tensor.to(torch.float32)

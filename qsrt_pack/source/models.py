@@ -8,7 +8,7 @@ from qsrt_pack.source.checkpoint import Checkpoint
 from qsrt_pack.source.dtypes import READABLE
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.geometry import Geometry
-from qsrt_runtime.format.manifest import ACTIVATIONS
+from qsrt_runtime.format.manifest import Documents, geometry_of, layers_of
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Architecture:
     expert_key: str
     parts: dict[str, str]
     intermediate: str
+    activations: tuple[str, ...] = ("silu",)
     sparse_step: str | None = None
     dense_layers: str | None = None
 
@@ -75,24 +76,33 @@ class RoutedExperts:
 
 def find_experts(checkpoint: Checkpoint) -> RoutedExperts:
     """Find the routed experts; FormatError names the layer, expert and tensor of any doubt."""
-    config = checkpoint.config
     where = f"{checkpoint.path}/config.json"
     if not any(".experts." in name for name in checkpoint.tensors):
         raise FormatError(f"{checkpoint.path} has no routed experts: no tensor is named .experts.")
+    if checkpoint.config.get("quantization_config") is not None:
+        raise FormatError(
+            f"{where}: quantization_config is set; convert reads unquantized weights "
+            f"({', '.join(READABLE)})"
+        )
+    experts = described_experts(checkpoint.config, where)
+    _check_names(checkpoint, experts)
+    _check_tensors(checkpoint, experts)
+    return experts
+
+
+def described_experts(config: dict[str, Any], where: str) -> RoutedExperts:
+    """The routed experts that a config.json describes, whatever the files hold."""
     model_type = config.get("model_type")
     architecture = ARCHITECTURES.get(model_type) if isinstance(model_type, str) else None
     if architecture is None:
         raise FormatError(
             f"{where}: model_type {model_type!r} is not one of {sorted(ARCHITECTURES)}"
         )
-    if config.get("quantization_config") is not None:
-        raise FormatError(
-            f"{where}: quantization_config is set; convert reads unquantized weights "
-            f"({', '.join(READABLE)})"
-        )
     activation = config.get("hidden_act")
-    if activation not in ACTIVATIONS:
-        raise FormatError(f"{where}: hidden_act is {activation!r}, expected one of {ACTIVATIONS}")
+    if activation not in architecture.activations:
+        raise FormatError(
+            f"{where}: hidden_act is {activation!r}, expected one of {architecture.activations}"
+        )
     experts = RoutedExperts(
         model_type=model_type,
         architecture=architecture,
@@ -110,9 +120,20 @@ def find_experts(checkpoint: Checkpoint) -> RoutedExperts:
             f"{where}: num_experts_per_tok is {experts.topk}, more than "
             f"the {experts.geometry.experts} experts"
         )
-    _check_names(checkpoint, experts)
-    _check_tensors(checkpoint, experts)
     return experts
+
+
+def check_package_config(documents: Documents, where: str) -> None:
+    """Refuse a package whose config.json describes other experts than were packed."""
+    experts = described_experts(documents.config, where)
+    manifest = documents.manifest
+    for what, described, packed in (
+        ("layers with experts", list(experts.layers), layers_of(manifest)),
+        ("sizes of the experts", experts.geometry, geometry_of(manifest)),
+        ("experts a token goes to", experts.topk, manifest["geometry"]["topk"]),
+    ):
+        if described != packed:
+            raise FormatError(f"{where}: {what} are {described}, packed are {packed}")
 
 
 def carried_tensors(

@@ -135,15 +135,19 @@ class LayerWriter:
         bundles = atom.pack_expert(coded).cpu()
         if not (torch.isfinite(scales).all() and torch.isfinite(_local_scales(bundles)).all()):
             raise FormatError(f"layer {self.layer} expert {expert}: a scale is not finite")
+        with paths.naming(self._partial):
+            self._write_bundles(expert, bundles)
+        self._codes[expert] = rates.format_code(coded.mode13, coded.mode2)
+        self._scales[:, expert] = scales
+        self._written.add(expert)
+
+    def _write_bundles(self, expert: int, bundles: torch.Tensor) -> None:
         geometry = self.geometry
         start = self._slab_offset + expert * geometry.bundle_bytes
         stride = geometry.slot_stride(geometry.experts)
         for slot, bundle in zip(geometry.physical_slots(self.layer, expert), bundles, strict=True):
             self._file.seek(start + slot * stride)
             self._file.write(tensorfile.tensor_data(bundle))
-        self._codes[expert] = rates.format_code(coded.mode13, coded.mode2)
-        self._scales[:, expert] = scales
-        self._written.add(expert)
 
     def __exit__(
         self,
@@ -153,7 +157,8 @@ class LayerWriter:
     ) -> None:
         try:
             if kind is None:
-                self._finish()
+                with paths.naming(self._partial):
+                    self._finish()
         finally:
             self._file.close()
             self._partial.unlink(missing_ok=True)

@@ -14,9 +14,9 @@ ROTATION_MULTIPLIER = 5
 SIDES_PER_SLOT = 6
 
 
-def align(size: int, alignment: int = ALIGNMENT) -> int:
-    """Round a byte count up to a multiple of the alignment."""
-    return -(-size // alignment) * alignment
+def align(size: int) -> int:
+    """Round a byte count up to a multiple of ALIGNMENT."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,7 @@ def check_documents(documents: Documents, where: str) -> None:
         check_config(documents.config, geometry, fields["topk"], f"{where}/{CONFIG}")
     _check_descriptor(documents, f"{where}/{CONFIG}")
     _check_marker(documents, f"{where}/{MARKER}")
+    _check_activations(documents, where)
     for tensor, name in documents.index["weight_map"].items():
         relative_name(name, f"{where}/{INDEX}: weight_map of {tensor}")
         if documents.is_ours and ".experts." in tensor:
@@ -296,6 +297,24 @@ def _check_descriptor(documents: Documents, where: str) -> None:
                 f"{where}: {at}.{key} keeps expert {bits.index(4)} exact (X4T), "
                 "which this version does not read"
             )
+
+
+def _check_activations(documents: Documents, where: str) -> None:
+    """The default activation is the model's own; SiTU has the parameters that the format fixes."""
+    config, used = documents.config, set()
+    for layer in layers_of(documents.manifest):
+        used |= set(activations(documents.manifest, config.get("hidden_act"), layer))
+        entry = documents.manifest["layers"][str(layer)]
+        if "activation" in entry:
+            at = f"layers.{layer}.activation.default"
+            default = entry["activation"]["default"]
+            _require_equal(default, config.get("hidden_act"), at, f"{where}/{MANIFEST}", CONFIG)
+    if "situ" in used:
+        for key, expected in (
+            ("activation_situ_beta", SITU_BETA),
+            ("activation_situ_linear_beta", SITU_LINEAR_BETA),
+        ):
+            _require_equal(config.get(key, expected), expected, key, f"{where}/{CONFIG}", "SiTU")
 
 
 def _check_marker(documents: Documents, where: str) -> None:

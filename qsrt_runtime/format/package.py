@@ -56,8 +56,8 @@ def open_package(path: Path) -> Package:
     """Open a package: seal, file list, documents and their agreement.
 
     Checks the digest of every JSON document, and that the files are exactly the listed ones;
-    the digests of large files are checked when they are read (`read_package_layer`) or all at
-    once (`verify_files`). Raises FormatError naming the file and the field.
+    the digests of large files are checked when they are read (`read_package_layer`,
+    `verify_file`). Raises FormatError naming the file and the field.
     """
     if path.is_symlink() or not path.is_dir():
         raise FormatError(f"{path} is not a folder" + (" but a link" if path.is_symlink() else ""))
@@ -79,6 +79,8 @@ def open_package(path: Path) -> Package:
             raise FormatError(f"{path / MARKER}: its digest of {name} is not the one listed")
     documents = _read_documents(path, digests, marker)
     manifests.check_documents(documents, str(path))
+    if documents.is_ours:
+        _check_own_files(path, documents, digests)
     package = Package(path, documents, digests, paths.sha256_file(path / MARKER))
     _check_layer_entries(package)
     return package
@@ -113,8 +115,8 @@ def read_evidence(package: Package, layer: int) -> dict[str, Any]:
     return evidence
 
 
-def check_base(package: Package) -> int:
-    """Refuse an index that does not place every tensor of every base shard; returns their bytes."""
+def check_base(package: Package) -> None:
+    """Refuse an index that does not place every tensor of every base shard, or not their size."""
     weight_map = package.documents.index["weight_map"]
     where = package.path / INDEX
     size = 0
@@ -127,7 +129,9 @@ def check_base(package: Package) -> int:
             here, there = (name, INDEX) if tensor in listed else (INDEX, name)
             raise FormatError(f"{where}: tensor {tensor} is in {there} but not in {here}")
         size += sum(entry.end - entry.start for entry in header.tensors.values())
-    return size
+    stated = package.documents.index.get("metadata", {}).get("total_size", size)
+    if package.documents.is_ours and stated != size:
+        raise FormatError(f"{where}: metadata.total_size is {stated}, the tensors take {size}")
 
 
 def seal(folder: Path) -> None:
@@ -199,7 +203,25 @@ def _read_documents(path: Path, digests: dict[str, str], marker: dict[str, Any])
     if not isinstance(config, dict) or "quantization_config" not in config:
         raise FormatError(f"{where} is missing")
     schema.check(config["quantization_config"], f"{prefix}descriptor", where)
-    return Documents(config, manifest, marker, schema.read(path / INDEX, "index"))
+    schema.require_json(config, str(path / CONFIG))
+    return Documents(config, manifest, marker, schema.read(path / INDEX, f"{prefix}index"))
+
+
+def _check_own_files(path: Path, documents: Documents, digests: dict[str, str]) -> None:
+    """Our packages hold no weights but base shards and layer files, each bound by its digest."""
+    shards = set(documents.index["weight_map"].values())
+    entries = documents.manifest["layers"].values()
+    layers = {entry[field] for entry in entries for field in ("qsrt_atoms", "evidence")}
+    if shards & layers:
+        raise FormatError(f"{path / INDEX}: {min(shards & layers)} is a layer file, not a shard")
+    for name in sorted(set(digests) - shards - layers):
+        if name.endswith(".safetensors") or name.startswith("qsrt-layer-"):
+            raise FormatError(f"{path / name} is neither a layer file nor in {INDEX}")
+    base = {name: digests.get(name) for name in {INDEX, *shards}}
+    if schema.digest(base) != documents.manifest["base_model"]["manifest_sha256"]:
+        raise FormatError(
+            f"{path / MANIFEST}: base_model.manifest_sha256 is not that of {INDEX} and its shards"
+        )
 
 
 def _check_layer_entries(package: Package) -> None:

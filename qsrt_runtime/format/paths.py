@@ -3,7 +3,8 @@
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -94,7 +95,7 @@ def write_pieces(path: Path, pieces: Iterable[bytes]) -> None:
     """Write a file piece by piece beside its place, sync it and rename it."""
     partial = partial_name(path)
     try:
-        with partial.open("wb") as file:
+        with naming(partial), partial.open("wb") as file:
             for piece in pieces:
                 file.write(piece)
             file.flush()
@@ -103,6 +104,17 @@ def write_pieces(path: Path, pieces: Iterable[bytes]) -> None:
     finally:
         partial.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Give an OSError that names no file, such as a full disk's, the name of the one written."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+        raise
 
 
 def sync_folder(folder: Path) -> None:

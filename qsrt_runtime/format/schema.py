@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jsonschema import Draft202012Validator
-from jsonschema.exceptions import relevance
+from jsonschema.exceptions import ValidationError, relevance
 from jsonschema.validators import extend
 
 from qsrt_runtime.format.errors import FormatError
@@ -56,7 +56,7 @@ def check(value: Any, name: str, where: str) -> None:
     where: names the file in the message.
     """
     try:
-        errors = sorted(_Validator(load(name)).iter_errors(value), key=relevance)
+        errors = sorted(_Validator(load(name)).iter_errors(value), key=_weight)
     except RecursionError:
         raise FormatError(f"{where}: nested too deep") from None
     if errors:
@@ -71,6 +71,11 @@ def check(value: Any, name: str, where: str) -> None:
         raise FormatError(f"{where}: {error.json_path}: {message}")
 
 
+def _weight(error: ValidationError) -> tuple[bool, Any]:
+    """Another kind or version of file explains every other mismatch."""
+    return error.json_path in ("$.schema", "$.version"), relevance(error)
+
+
 def parse(text: str | bytes, where: str) -> Any:
     """Parse JSON, refusing what json.loads lets through: repeated keys and bad nesting.
 
@@ -79,7 +84,10 @@ def parse(text: str | bytes, where: str) -> Any:
     try:
         if isinstance(text, bytes):
             text = text.decode()  # json.loads would guess UTF-16 and UTF-32 too
-        return json.loads(text, object_pairs_hook=_unique_keys)
+        value = json.loads(text, object_pairs_hook=_unique_keys)
+        if "\\u" in text:
+            json.dumps(value, ensure_ascii=False).encode()  # refuses lone surrogates
+        return value
     except RecursionError:
         raise FormatError(f"{where}: JSON nested too deep") from None
     except ValueError as error:  # JSONDecodeError, UnicodeDecodeError, repeated keys

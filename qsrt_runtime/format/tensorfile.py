@@ -1,7 +1,7 @@
 """Safetensors headers, read strictly and written byte for byte.
 
-The safetensors library reads the tensors themselves; it names neither the file nor the tensor
-in its errors and orders metadata at random, so headers are ours.
+The safetensors library names neither the file nor the tensor in its errors and orders metadata
+at random, so headers are ours.
 """
 
 import ctypes
@@ -22,6 +22,12 @@ DTYPE_BITS = {
     **{"U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32},
     **{"U64": 64, "I64": 64, "F64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
     **{"F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8},
+}
+_TORCH_DTYPES = {
+    **{"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16},
+    **{"I32": torch.int32, "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"F32": torch.float32, "F64": torch.float64, "U16": torch.uint16, "U32": torch.uint32},
+    **{"U64": torch.uint64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
 }
 _LFS = b"version https://git-lfs"
 
@@ -93,6 +99,23 @@ def header_bytes(metadata: dict[str, str], entries: dict[str, dict[str, Any]]) -
 def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
     """Bytes of a tensor, rounded up for dtypes narrower than a byte."""
     return -(-math.prod(shape) * DTYPE_BITS[dtype] // 8)
+
+
+def read_tensor(path: Path, entry: TensorEntry) -> torch.Tensor:
+    """One tensor of a file whose header has been read.
+
+    Reads just its bytes: the library would map the whole file and parse its header again.
+    """
+    if entry.dtype not in _TORCH_DTYPES:
+        raise FormatError(f"{path}: {entry.dtype} is not a dtype that torch reads")
+    data = bytearray(entry.end - entry.start)
+    with path.open("rb") as file:
+        file.seek(entry.start)
+        if file.readinto(data) != len(data):
+            raise FormatError(f"{path} ended before byte {entry.end}; it changed since it was read")
+    if not data:
+        return torch.empty(entry.shape, dtype=_TORCH_DTYPES[entry.dtype])
+    return torch.frombuffer(data, dtype=_TORCH_DTYPES[entry.dtype]).view(entry.shape)
 
 
 def tensor_data(tensor: torch.Tensor) -> bytes:

@@ -76,8 +76,8 @@ def test_an_output_that_is_no_folder(tmp_path: Path, kind: str) -> None:
 
 def test_the_folder_appears_when_whole(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "out"
-    with replacing(out) as folder:
-        assert folder == tmp_path / "deep" / "out.partial"
+    with replacing(out, overwrite=True) as folder:
+        assert folder == tmp_path / "deep" / "out.partial" / "package"
         fill(folder, "new")
         assert not out.exists()
     assert names(out.parent) == ["out"]
@@ -86,7 +86,7 @@ def test_the_folder_appears_when_whole(tmp_path: Path) -> None:
 
 def test_what_was_there_is_replaced_whole(tmp_path: Path) -> None:
     out = fill(tmp_path / "out", "old", "both")
-    with replacing(out) as folder:
+    with replacing(out, overwrite=True) as folder:
         fill(folder, "new", "both")
         assert names(out) == ["both", "old"]
     assert names(tmp_path) == ["out"]
@@ -99,7 +99,7 @@ def test_a_failure_changes_nothing(tmp_path: Path, error: BaseException, old: bo
     out = tmp_path / "out"
     if old:
         fill(out, "old")
-    with pytest.raises(type(error)), replacing(out) as folder:
+    with pytest.raises(type(error)), replacing(out, overwrite=True) as folder:
         fill(folder, "half")
         raise error
     assert names(tmp_path) == (["out"] if old else [])
@@ -114,42 +114,67 @@ def test_a_failed_rename_puts_the_old_folder_back(
     real = Path.replace
 
     def replace(self: Path, target: Path) -> Path:
-        if self.name == "out.partial":
+        if self.name == "package":
             raise OSError("no")
         return real(self, target)
 
     monkeypatch.setattr(Path, "replace", replace)
-    with pytest.raises(OSError, match="no"), replacing(out) as folder:
+    with pytest.raises(OSError, match="no"), replacing(out, overwrite=True) as folder:
         fill(folder, "new")
     assert names(tmp_path) == ["out"]
     assert names(out) == ["old"]
 
 
-def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
-    fill(tmp_path / "out.partial", "half")
-    with replacing(tmp_path / "out") as folder:
-        assert names(folder) == []
-        fill(folder, "new")
-    assert names(tmp_path) == ["out"]
-
-
-def test_an_old_folder_in_the_way_is_named(tmp_path: Path) -> None:
-    fill(tmp_path / "out.old", "kept")
+@pytest.mark.parametrize("kind", ["folder", "file", "link"])
+def test_what_is_not_a_work_folder_is_not_touched(tmp_path: Path, kind: str) -> None:
+    source, partial = fill(tmp_path / "source", "x"), tmp_path / "out.partial"
+    if kind == "folder":
+        fill(partial, "thesis.txt")
+    elif kind == "file":
+        partial.write_text("thesis")
+    else:
+        partial.symlink_to(source)
+    with pytest.raises(FormatError, match=r"out\.partial is in the way"):
+        check_output(tmp_path / "out", source, True)
     with (
-        pytest.raises(FormatError, match=r"out\.old is in the way"),
-        replacing(tmp_path / "out"),
+        pytest.raises(FormatError, match=r"out\.partial is in the way"),
+        replacing(tmp_path / "out", overwrite=True),
     ):
         raise AssertionError("entered")
-    assert names(tmp_path) == ["out.old"]
+    assert names(tmp_path) == ["out.partial", "source"]
+    assert names(source) == ["x"]
+    assert kind != "folder" or names(partial) == ["thesis.txt"]
+
+
+def test_what_a_killed_run_moved_aside_is_put_back(tmp_path: Path) -> None:
+    work = fill(tmp_path / "out.partial", "lock")
+    fill(work / "old", "kept")
+    fill(work / "package", "half")
+    with pytest.raises(OSError, match="stop"), replacing(tmp_path / "out", overwrite=True):
+        raise OSError("stop")
+    assert names(tmp_path) == ["out"]
+    assert names(tmp_path / "out") == ["kept"]
+
+
+def test_an_output_that_appeared_meanwhile_is_kept(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with (
+        pytest.raises(FormatError, match="out is not empty"),
+        replacing(out, overwrite=False) as folder,
+    ):
+        fill(folder, "new")
+        fill(out, "theirs")
+    assert names(tmp_path) == ["out"]
+    assert names(out) == ["theirs"]
 
 
 def test_pk_6a_a_second_writer_is_refused_and_harms_nothing(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with replacing(out) as folder:
+    with replacing(out, overwrite=True) as folder:
         fill(folder, "first")
         with (
-            pytest.raises(FormatError, match="is being written by another process"),
-            replacing(out),
+            pytest.raises(FormatError, match="is in use: another process"),
+            replacing(out, overwrite=True),
         ):
             pass
         assert names(folder) == ["first"]
@@ -160,14 +185,14 @@ def test_pk_6b_the_lock_of_a_dead_process_is_gone(tmp_path: Path) -> None:
     code = (
         "import os, pathlib, sys\n"
         "from qsrt_pack.output import replacing\n"
-        "with replacing(pathlib.Path(sys.argv[1])) as folder:\n"
+        "with replacing(pathlib.Path(sys.argv[1]), overwrite=True) as folder:\n"
         "    (folder / 'half').write_text('x')\n"
         "    os.kill(os.getpid(), 9)\n"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")])
     assert done.returncode == -9
     assert names(tmp_path) == ["out.partial"]
-    with replacing(tmp_path / "out") as folder:
+    with replacing(tmp_path / "out", overwrite=True) as folder:
         assert names(folder) == []
         fill(folder, "whole")
     assert names(tmp_path) == ["out"]

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import checkpoints
 import pytest
-import torch
 
-from qsrt_pack import validate as module
 from qsrt_pack.validate import validate
 from qsrt_runtime import load_package
 from qsrt_runtime.format import paths, schema
@@ -241,29 +239,55 @@ def test_evidence_holds_an_order_of_channels(package: Path, order: str, message:
     refused(package, rf"qsrt-layer-001\.json.*{message}", loader=False)
 
 
+def reseal_base(package: Path) -> None:
+    """Seal again with the digest over index and base shards redone, as a forger would."""
+    names = [p.name for p in package.glob("model*") if p.is_file()]
+    digest = schema.digest({name: paths.sha256_file(package / name) for name in names})
+    checkpoints.edit_json(
+        package / "qsrt-manifest.json",
+        lambda value: value["base_model"].update(manifest_sha256=digest),
+    )
+    seal(package)
+
+
+def test_base_bytes_are_bound_by_the_manifest(package: Path) -> None:
+    shard = package / "model-00001-of-00001.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    seal(package)
+    refused(package, "base_model.manifest_sha256 is not that of")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "sub/x.safetensors", "qsrt-layer-007.json"])
+def test_weights_beside_the_packages_own_are_refused(package: Path, name: str) -> None:
+    (package / name).parent.mkdir(exist_ok=True)
+    (package / name).write_bytes(b"x")
+    seal(package)
+    refused(package, "is neither a layer file nor in")
+
+
+def test_a_config_of_other_experts_is_refused(package: Path) -> None:
+    checkpoints.edit_json(package / "config.json", lambda v: v.update(num_hidden_layers=3))
+    seal(package)
+    refused(package, r"layers with experts are \[0, 1, 2\], packed are \[0, 1\]", loader=False)
+
+
 def test_an_index_that_does_not_fit_its_shards(package: Path) -> None:
     index = package / "model.safetensors.index.json"
     checkpoints.edit_json(index, lambda value: value["weight_map"].pop("lm_head.weight"))
-    seal(package)
+    reseal_base(package)
     refused(package, "tensor lm_head.weight is in model-00001-of-00001.safetensors but not in")
 
 
-def test_deep_decodes_every_expert(clean_package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoded = []
-    real = module.decode.dense_expert
-
-    def dense_expert(expert: object) -> dict[str, torch.Tensor]:
-        weights = real(expert)
-        decoded.append(weights["w2"])
-        if len(decoded) == 6:
-            weights["w3"][1, 2] = float("inf")
-        return weights
-
-    monkeypatch.setattr(module.decode, "dense_expert", dense_expert)
-    run(clean_package)
-    assert decoded == []
-    with pytest.raises(FormatError, match=rf"{LAYER_1}: expert 1 w3 decodes to non-finite"):
-        run(clean_package, deep=True)
+def test_deep_decodes_every_expert(package: Path) -> None:
+    run(package, deep=True)
+    evidence = package / "qsrt-layer-001.json"
+    checkpoints.edit_json(evidence, lambda v: v["experts"][1]["rms"].update(w3=0.06))
+    seal(package)
+    run(package)
+    with pytest.raises(FormatError, match=rf"{LAYER_1}: expert 1 w3 decodes to a root mean square"):
+        run(package, deep=True)
 
 
 def test_the_report_quotes_the_seal(package: Path) -> None:

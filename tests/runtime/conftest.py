@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from qsrt_runtime.format import schema
 from qsrt_runtime.format.atom import Expert, Matrix
 from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.format.rates import stored_bits
@@ -57,17 +58,24 @@ def _reseal(folder: Path) -> None:
         path = folder / str(entry["qsrt_atoms"])
         if path.is_file():
             entry["sha256"], entry["bytes"] = _sha256(path), path.stat().st_size
+    base = {INDEX: _sha256(folder / INDEX)}
+    for name in json.loads((folder / INDEX).read_bytes())["weight_map"].values():
+        base[name] = _sha256(folder / name) if (folder / name).is_file() else None
+    manifest["base_model"]["manifest_sha256"] = schema.digest(base)
     manifest_path.write_text(json.dumps(manifest))
-    _reseal_listing(folder)
+    _reseal_listing(folder, same_base=True)
 
 
-def _reseal_listing(folder: Path) -> None:
+def _reseal_listing(folder: Path, same_base: bool = False) -> None:
     names = [p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()]
     names = sorted(set(names) - {CHECKSUMS, MARKER})
     (folder / CHECKSUMS).write_text("".join(f"{_sha256(folder / n)}  {n}\n" for n in names))
     marker = json.loads((folder / MARKER).read_bytes())
     marker["checksum_manifest_sha256"] = _sha256(folder / CHECKSUMS)
     marker["package_manifest_sha256"] = _sha256(folder / MANIFEST)
+    manifest = json.loads((folder / MANIFEST).read_bytes())
+    if same_base:
+        marker["base_manifest_sha256"] = manifest["base_model"]["manifest_sha256"]
     marker["model_index_sha256"] = _sha256(folder / INDEX)
     (folder / MARKER).write_text(json.dumps(marker))
 
@@ -86,7 +94,7 @@ def reseal_listing() -> Callable[[Path], None]:
 
 @pytest.fixture(scope="session")
 def reseal() -> Callable[[Path], None]:
-    """reseal(folder): sizes and digests of the layer files in the manifest too."""
+    """reseal(folder): sizes and digests of layer files and base in the manifest too."""
     return _reseal
 
 

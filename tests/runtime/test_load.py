@@ -55,7 +55,7 @@ def test_loads_from_a_hub_cache(package, hub_snapshot):
 
 
 def test_activations_of_each_expert(package, reseal):
-    activation = {"default": "situ", "experts": {"2": "silu"}}
+    activation = {"default": "silu", "experts": {"0": "situ", "1": "situ", "3": "situ"}}
     edit_json(
         package / "qsrt-manifest.json", lambda m: m["layers"]["1"].update(activation=activation)
     )
@@ -69,6 +69,26 @@ def test_activation_of_the_model(publication, reseal):
     edit_json(publication / "config.json", lambda config: config.update(hidden_act="situ"))
     reseal(publication)
     assert load_package(publication).layers[5].activations == ("situ",) * 4
+
+
+def test_default_activation_is_the_models(package, reseal):
+    activation = {"default": "situ", "experts": {}}
+    edit_json(
+        package / "qsrt-manifest.json", lambda m: m["layers"]["1"].update(activation=activation)
+    )
+    reseal(package)
+    with pytest.raises(FormatError, match=r"layers\.1\.activation\.default is 'situ'"):
+        load_package(package)
+
+
+@pytest.mark.parametrize("key", ["activation_situ_beta", "activation_situ_linear_beta"])
+def test_other_parameters_of_situ_are_refused(publication, reseal, key):
+    edit_json(
+        publication / "config.json", lambda config: config.update({"hidden_act": "situ", key: 8.0})
+    )
+    reseal(publication)
+    with pytest.raises(FormatError, match=f"{key} is 8.0"):
+        load_package(publication)
 
 
 @pytest.mark.parametrize("hidden_act", ["gelu_pytorch_tanh", "swigluoai", None])

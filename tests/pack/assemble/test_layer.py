@@ -16,6 +16,7 @@ GEOMETRY = Geometry(hidden=128, intermediate=256, experts=3)
 SOURCE, ENCODER = "a" * 64, "b" * 64
 GROUPS = torch.arange(63, -1, -1)
 NMSE = {"w1": 0.015, "w3": 0.016, "w2": 0.017}
+RMS = {"w1": 0.02, "w3": 0.03, "w2": 0.04}
 
 
 def random_matrix(mode: int, generator: torch.Generator, rows: int, columns: int) -> atom.Matrix:
@@ -40,7 +41,7 @@ def random_expert(seed: int, mode13: int = 0, mode2: int = 0) -> atom.Expert:
 
 
 def entry_of(number: int, expert: atom.Expert) -> dict:
-    return expert_evidence(number, expert, GROUPS, NMSE)
+    return expert_evidence(number, expert, GROUPS, NMSE, RMS)
 
 
 def write(path: Path, experts: list[atom.Expert]) -> LayerWriter:
@@ -58,6 +59,7 @@ def test_an_experts_entry() -> None:
         "mode13": "R1",
         "mode2": "R0",
         "nmse": NMSE,
+        "rms": RMS,
         "functional_nmse": None,
         "tokens": None,
         "fallback": None,

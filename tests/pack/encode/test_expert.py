@@ -270,16 +270,15 @@ def test_what_does_not_decode_to_what_was_encoded_is_an_error(
 @pytest.mark.parametrize("name", SHAPES)
 def test_scales_beyond_float16_are_refused(name: str) -> None:
     weights = normal_weights()
-    weights[name] = weights[name] * 1e7
+    weights[name] = weights[name] * 1e12
     with pytest.raises(ValueError, match="is beyond float16"):
         encode(weights)
 
 
-@pytest.mark.parametrize("factor", [1e-3, 1e4])
+@pytest.mark.parametrize("factor", [1e-7, 1e-3, 1e4, 1e7])
 def test_the_error_does_not_depend_on_the_size(encoded: EncodedExpert, factor: float) -> None:
     scaled = encode({name: weight * factor for name, weight in normal_weights().items()})
     for name, found in scaled.nmse.items():
-        # At 1e-3 the scales are near 4e-5, subnormal in float16, 1/670 apart.
         assert found == pytest.approx(encoded.nmse[name], rel=0.05)
 
 

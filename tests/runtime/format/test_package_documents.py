@@ -150,7 +150,7 @@ def test_marker_keys(package, edits, read_all):
 
 def test_changed_evidence(package, reseal_listing, read_all):
     found = sweep(read_all, package, EVIDENCE, changed, reseal_listing)
-    measured = [f"experts.0.nmse.{name}" for name in ("w1", "w2", "w3")]
+    measured = [f"experts.0.{kind}.{n}" for kind in ("nmse", "rms") for n in ("w1", "w2", "w3")]
     assert found == dict.fromkeys(["experts.0.fallback", *measured], "accepted")
 
 
