@@ -27,6 +27,7 @@ from qsrt_pack.source.models import find_experts
 from qsrt_pack.validate import bits_per_expert_weight
 from qsrt_runtime.format import schema
 from qsrt_runtime.format.errors import FormatError
+from qsrt_runtime.format.package import Package
 from qsrt_runtime.format.tensorfile import read_tensor
 
 _MAX_WINDOW = 1024
@@ -47,14 +48,13 @@ def evaluate(
     The text is cut into windows of `window` tokens (by default 1,024, or the model's longest
     context if that is shorter), each read on its own; an incomplete last one is left out.
     windows: how many to use, by default all. Every position's next-token distribution is
-    compared over the full vocabulary.
+    compared over the full vocabulary. Both models are in memory at once.
     """
     start = time.perf_counter()
     transformers.utils.logging.disable_progress_bar()
     dense = DensePackage(path)
     checkpoint = open_checkpoint(reference)
     find_experts(checkpoint)
-    source_sha256 = dense.package.documents.manifest["source"]["source_sha256"]
     data = _read_text(text)
     original, packed = _reference_model(reference), _packed_model(dense)
     vocabulary = packed.config.vocab_size
@@ -69,32 +69,39 @@ def evaluate(
         for row in tokens[: count * size].unflatten(0, (count, size)):
             totals.add(original(row[None]).logits[0], packed(row[None]).logits[0], row)
             advance(1)
-    experts = dense.package.geometry.experts * len(dense.package.layers)
+    source_sha256 = dense.package.documents.manifest["source"]["source_sha256"]
     report = {
-        "schema": "qsrt_report_v1",
-        "kind": "eval",
-        "package": str(path),
+        **_package_facts(dense.package),
+        **totals.result(),
         "reference": str(reference),
         "reference_is_source": schema.digest(digest_files(checkpoint)) == source_sha256,
         "text": str(text),
         "text_sha256": hashlib.sha256(data).hexdigest(),
-        "seal_sha256": dense.package.seal_sha256,
-        "encoder_fingerprint": dense.package.documents.marker["encoder_fingerprint"],
-        "dtype": "float32",
         "window": size,
         "windows": count,
-        **totals.result(),
-        "bits_per_expert_weight": bits_per_expert_weight(dense.package),
-        "expert_weights": experts * dense.package.geometry.weights_per_expert,
         "seconds": time.perf_counter() - start,
+    }
+    schema.check(report, "report", "report")
+    return report
+
+
+def _package_facts(package: Package) -> dict[str, Any]:
+    experts = package.geometry.experts * len(package.layers)
+    return {
+        "schema": "qsrt_report_v1",
+        "kind": "eval",
+        "package": str(package.path),
+        "seal_sha256": package.seal_sha256,
+        "encoder_fingerprint": package.documents.marker["encoder_fingerprint"],
+        "dtype": "float32",
+        "bits_per_expert_weight": bits_per_expert_weight(package),
+        "expert_weights": experts * package.geometry.weights_per_expert,
         "versions": {
             "qsrt": qsrt_runtime.__version__,
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
     }
-    schema.check(report, "report", "report")
-    return report
 
 
 class _Totals:

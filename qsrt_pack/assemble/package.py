@@ -37,8 +37,6 @@ def build_manifest(
     encoder_settings: every setting that can change a byte of a layer file.
     base_sha256: the digest over the base shards and the index that were written.
     """
-    fingerprint = manifests.encoder_fingerprint(encoder_settings)
-    versions = library_versions()
     value = {
         "schema": "kquant_qsrt_model_manifest_v1",
         "version": 1,
@@ -48,24 +46,10 @@ def build_manifest(
         "encoding": container.ENCODING,
         "codebook": codebook.NAME,
         "profile_id": container.PROFILE_ID,
-        "producer": {
-            "name": manifests.PRODUCER,
-            "versions": versions,
-            "fingerprint": manifests.producer_fingerprint(fingerprint, versions),
-            "encoder": {"fingerprint": fingerprint, "settings": encoder_settings},
-        },
+        "producer": _producer(encoder_settings),
         "source": {"source_kind": manifests.SOURCE_KIND, "source_sha256": source_sha256},
         "base_model": {"manifest_sha256": base_sha256},
-        "geometry": {
-            "layers": sorted(evidence),
-            "experts_per_layer": geometry.experts,
-            "hidden_size": geometry.hidden,
-            "intermediate_size": geometry.intermediate,
-            "topk": topk,
-            "profile": geometry.profile,
-            "atom_slots": geometry.slots,
-            "atoms_per_expert": geometry.atoms_per_expert,
-        },
+        "geometry": {"layers": sorted(evidence), "topk": topk, **_sizes(geometry)},
         "activation_parameters": {
             "situ_beta": manifests.SITU_BETA,
             "situ_linear_beta": manifests.SITU_LINEAR_BETA,
@@ -84,6 +68,28 @@ def build_manifest(
     }
     schema.check(value, "manifest", manifests.MANIFEST)
     return value
+
+
+def _producer(encoder_settings: dict[str, Any]) -> dict[str, Any]:
+    fingerprint = manifests.encoder_fingerprint(encoder_settings)
+    versions = library_versions()
+    return {
+        "name": manifests.PRODUCER,
+        "versions": versions,
+        "fingerprint": manifests.producer_fingerprint(fingerprint, versions),
+        "encoder": {"fingerprint": fingerprint, "settings": encoder_settings},
+    }
+
+
+def _sizes(geometry: Geometry) -> dict[str, Any]:
+    return {
+        "experts_per_layer": geometry.experts,
+        "hidden_size": geometry.hidden,
+        "intermediate_size": geometry.intermediate,
+        "profile": geometry.profile,
+        "atom_slots": geometry.slots,
+        "atoms_per_expert": geometry.atoms_per_expert,
+    }
 
 
 def build_config(

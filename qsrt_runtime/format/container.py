@@ -286,7 +286,7 @@ def _schema_view(
 
 
 def _checked_geometry(header: tensorfile.Header) -> Geometry:
-    """The geometry, once every derived field of the header equals what it follows from it."""
+    """The geometry, once every derived field of the header equals what follows from it."""
     metadata, path = header.metadata, header.path
     sizes = [int(metadata[name]) for name in _SIZES]
     try:
@@ -315,11 +315,19 @@ def _checked_geometry(header: tensorfile.Header) -> Geometry:
                 f"{path}: {key} is {metadata[key]}, expected {value} for "
                 f"{geometry.experts} experts of {geometry.hidden} x {geometry.intermediate}"
             )
-    shapes = {
-        FORMAT_SECTION: (align(geometry.experts),),
-        SCALE_SECTION: (align(6 * rows * geometry.hidden),),
-        ATOMS: (geometry.slots, stride),
-    }
+    _check_shapes(
+        header,
+        {
+            FORMAT_SECTION: (align(geometry.experts),),
+            SCALE_SECTION: (align(6 * rows * geometry.hidden),),
+            ATOMS: (geometry.slots, stride),
+        },
+    )
+    return geometry
+
+
+def _check_shapes(header: tensorfile.Header, shapes: dict[str, tuple[int, ...]]) -> None:
+    path = header.path
     if list(header.tensors) != list(shapes):
         raise FormatError(
             f"{path}: tensors lie in order {list(header.tensors)}, expected {list(shapes)}"
@@ -330,7 +338,6 @@ def _checked_geometry(header: tensorfile.Header) -> Geometry:
                 f"{path}: {name} has shape {list(header.tensors[name].shape)}, "
                 f"its metadata says {list(shape)}"
             )
-    return geometry
 
 
 def _check_content(layer: Layer, x4t_experts: int, path: Path) -> None:
