@@ -4,9 +4,13 @@ Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted. A command's module
 the command runs, so that --help is quick.
 """
 
+import _thread
 import json
 import logging
 import os
+import shlex
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,10 +67,19 @@ class _EchoHandler(logging.Handler):
 def main(ctx: click.Context, quiet: bool, verbose: bool) -> None:
     """Pack the experts of a mixture-of-experts model at about 3 bits a weight."""
     level = logging.WARNING if quiet else logging.DEBUG if verbose else logging.INFO
+    sys.unraisablehook = _keep_interrupts
     logging.basicConfig(handlers=[_EchoHandler()], format="%(message)s")
     for package in ("qsrt_pack", "qsrt_runtime"):
         logging.getLogger(package).setLevel(level)
     ctx.obj = not quiet
+
+
+def _keep_interrupts(unraisable: Any) -> None:
+    """Interrupt again where a Ctrl-C fell into a destructor, which drops what is raised in it."""
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        threading.Timer(0.01, _thread.interrupt_main).start()  # in here it would be dropped too
+    else:
+        sys.__unraisablehook__(unraisable)
 
 
 def _json_option(command: Callable) -> Callable:
@@ -96,14 +109,18 @@ def _overwrite_option(command: Callable) -> Callable:
     help="all: try every rate mode for each expert and keep the least weight error.",
 )
 @click.option(
-    "--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Sign draws."
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    default=0,
+    show_default=True,
+    help="Of the random signs of the rotations.",
 )
 @click.option(
     "--loader",
     type=click.Choice(["qsrt", "kquant"]),
     default="qsrt",
     show_default=True,
-    help="kquant: spell config.json for the published serving loader.",
+    help="kquant: write config.json as the published vLLM branch reads it.",
 )
 @click.option("--dry-run", is_flag=True, help="Check and plan, write nothing.")
 @_json_option
@@ -120,10 +137,15 @@ def convert(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Convert the local checkpoint MODEL into a sealed package OUT (default: MODEL-qsrt)."""
+    """Convert a checkpoint folder into a package.
+
+    MODEL is a local Hugging Face checkpoint. OUT is the package's folder, by default MODEL-qsrt.
+    """
     from qsrt_pack import job
     from qsrt_pack.encode.expert import Settings
 
+    if out is None and not model.name:
+        raise click.UsageError("give OUT: the root folder has no name to derive it from")
     if out is None:
         out = model.with_name(model.name + "-qsrt")
     prepared = job.prepare(
@@ -138,7 +160,7 @@ def convert(
     if dry_run:
         return
     job.run(prepared, show_progress=show_progress)
-    _log.info("%s is complete; check it with: qsrt-pack validate %s", out, out)
+    _log.info("complete; check it with: qsrt-pack validate --deep %s", shlex.quote(str(out)))
 
 
 @main.command()
@@ -147,7 +169,7 @@ def convert(
 @_json_option
 @click.pass_obj
 def validate(show_progress: bool, package: Path, deep: bool, as_json: bool) -> None:
-    """Check a package whole: schemas, rules, checksums, structure, scales."""
+    """Check every byte and rule of a package."""
     from qsrt_pack.validate import validate as run
 
     report = run(package, deep=deep, show_progress=show_progress)
@@ -169,13 +191,16 @@ def validate(show_progress: bool, package: Path, deep: bool, as_json: bool) -> N
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16", "float16"]),
-    help="Of the decoded experts; by default what config.json states.",
+    help="Of the experts, and of config.json; by default what that states.",
 )
 @click.pass_obj
 def decode(
     show_progress: bool, package: Path, out: Path, overwrite: bool, dtype: str | None
 ) -> None:
-    """Decode PACKAGE into a dense checkpoint OUT that transformers loads."""
+    """Decode a package into a dense checkpoint.
+
+    OUT becomes a checkpoint folder that transformers loads.
+    """
     from qsrt_pack.restore import decode_package
 
     decode_package(package, out, dtype=dtype, overwrite=overwrite, show_progress=show_progress)
@@ -199,7 +224,10 @@ def eval_command(
     windows: int | None,
     as_json: bool,
 ) -> None:
-    """Measure KL, agreement and perplexity against the unquantized model, in float32."""
+    """Compare a package with its original model.
+
+    Reports KL, agreement and perplexity on a text, in float32; both models are in memory at once.
+    """
     from qsrt_pack.evaluate import describe, evaluate
 
     report = evaluate(

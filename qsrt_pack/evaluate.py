@@ -56,14 +56,16 @@ def evaluate(
     checkpoint = open_checkpoint(reference)
     find_experts(checkpoint)
     data = _read_text(text)
-    original, packed = _reference_model(reference), _packed_model(dense)
-    vocabulary = packed.config.vocab_size
-    if original.config.vocab_size != vocabulary:
+    with _blaming(reference):
+        config = AutoConfig.from_pretrained(reference)
+    vocabulary = dense.package.documents.config.get("vocab_size", config.vocab_size)
+    if config.vocab_size != vocabulary:
         raise FormatError(
-            f"{reference} has a vocabulary of {original.config.vocab_size}, {path} of {vocabulary}"
+            f"{reference} has a vocabulary of {config.vocab_size}, {path} of {vocabulary}"
         )
     tokens = _tokens(reference, data, vocabulary, text)
-    size, count = _windows(len(tokens), original.config, window, windows, text)
+    size, count = _windows(len(tokens), config, window, windows, text)
+    original, packed = _reference_model(reference), _packed_model(dense)
     totals = _Totals()
     with bar("eval", count, "windows", show_progress) as advance, torch.inference_mode():
         for row in tokens[: count * size].unflatten(0, (count, size)):
@@ -114,6 +116,9 @@ class _Totals:
 
     def add(self, reference: torch.Tensor, packed: torch.Tensor, tokens: torch.Tensor) -> None:
         """reference, packed: logits [n, vocabulary] of one window's tokens [n]."""
+        for name, logits in (("reference", reference), ("package", packed)):
+            if not torch.isfinite(logits).all():
+                raise FormatError(f"the {name}'s model gives logits that are not finite")
         for first in range(0, len(tokens), _ROWS):
             rows = slice(first, first + _ROWS)
             targets = tokens[1:][rows]
@@ -133,7 +138,7 @@ class _Totals:
     def result(self) -> dict[str, Any]:
         scores = [nll / self.targets for nll in self.nll]
         reference, packed = (
-            {"cross_entropy": score, "perplexity": math.exp(score)} for score in scores
+            {"cross_entropy": score, "perplexity": math.exp(min(score, 700))} for score in scores
         )
         return {
             "positions": self.positions,
@@ -147,6 +152,8 @@ class _Totals:
 
 
 def _read_text(path: Path) -> bytes:
+    if not path.is_file():
+        raise FormatError(f"{path} is not a file; give a UTF-8 text")
     data = path.read_bytes()
     try:
         data.decode()
@@ -199,8 +206,11 @@ def _packed_model(dense: DensePackage) -> PreTrainedModel:
     with _blaming(path):
         config = AutoConfig.from_pretrained(path)
         del config.quantization_config
-        (architecture,) = config.architectures or [None]
-        model, info = getattr(transformers, architecture).from_pretrained(
+        (architecture,) = config.architectures or ["None"]
+        model_class = getattr(transformers, architecture)
+        if not issubclass(model_class, PreTrainedModel):
+            raise ValueError(f"{architecture} is not a model")
+        model, info = model_class.from_pretrained(
             None, config=config, state_dict=state, dtype=torch.float32, output_loading_info=True
         )
     return _complete(model, info, path)

@@ -28,6 +28,7 @@ from qsrt_pack.source.checkpoint import (
     digest_files,
     open_checkpoint,
     read_tensor,
+    source_stamp,
 )
 from qsrt_pack.source.dtypes import to_float32
 from qsrt_pack.source.models import RoutedExperts, carried_tensors, find_experts
@@ -64,15 +65,16 @@ def prepare(
     manifests.check_config(checkpoint.config, experts.geometry, experts.topk, config_path)
     check_output(out, checkpoint.path, overwrite)
     plan = make_plan(checkpoint, experts, out, settings, loader)
+    free, need = plan["free_disk_bytes"], plan["bytes_out"]
+    if free < need:
+        raise FormatError(f"{out.parent} has {free:,} bytes free, the package takes {need:,}")
     return Job(checkpoint, experts, out, settings, loader, overwrite, plan)
 
 
 def run(job: Job, *, show_progress: bool = True) -> None:
     """Convert. Leaves a sealed package at job.out, or raises and leaves what was there."""
-    free, need = job.plan["free_disk_bytes"], job.plan["bytes_out"]
-    if free < need:
-        raise FormatError(f"{job.out.parent} has {free:,} bytes free, the package takes {need:,}")
     with replacing(job.out, overwrite=job.overwrite) as folder:
+        stamp = source_stamp(job.checkpoint)
         source_sha256 = _read_source(job, show_progress)
         evidence = _write_layers(job, folder, source_sha256, show_progress)
         base_sha256 = _write_base(job, folder)
@@ -88,6 +90,8 @@ def run(job: Job, *, show_progress: bool = True) -> None:
         config = build_config(job.checkpoint.config, manifest, job.loader)
         paths.write_file(folder / manifests.MANIFEST, schema.dump(manifest))
         paths.write_file(folder / manifests.CONFIG, schema.dump(config))
+        if source_stamp(job.checkpoint) != stamp:
+            raise FormatError(f"{job.checkpoint.path} changed during the run; convert it again")
         seal(folder)
         check_base(open_package(folder))
 
@@ -190,6 +194,17 @@ def _write_base(job: Job, folder: Path) -> str:
     return schema.digest({name: paths.sha256_file(folder / name) for name in names})
 
 
+def _ranges(numbers: list[int]) -> str:
+    """0, 2, 3, 4 -> `0, 2..4`."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1][1:] = [number]
+        else:
+            parts.append([number])
+    return ", ".join("..".join(map(str, part)) for part in parts)
+
+
 def describe(plan: dict[str, Any]) -> str:
     """A plan on one screen."""
     layers = plan["layers"]
@@ -198,7 +213,7 @@ def describe(plan: dict[str, Any]) -> str:
         ("package", plan["output"]),
         (
             "experts",
-            f"{len(layers)} layers ({layers[0]}..{layers[-1]}) x {plan['experts_per_layer']}, "
+            f"{len(layers)} layers ({_ranges(layers)}) x {plan['experts_per_layer']}, "
             f"{plan['hidden_size']} x {plan['intermediate_size']}, top-{plan['topk']}, "
             f"{plan['activation']}: {plan['expert_weights']:,} weights",
         ),

@@ -20,11 +20,18 @@ _LOCK, _NEW, _OLD = "lock", "package", "old"
 def check_output(out: Path, source: Path, overwrite: bool) -> None:
     """Refuse an output that would lose something: the source, or content without `overwrite`."""
     target, source = out.resolve(), source.resolve()
+    for place in (target, paths.partial_name(target)):
+        if place == source or place in source.parents or source in place.parents:
+            raise FormatError(
+                f"{place} and the source {source} lie inside each other; choose another"
+            )
     for place in (Path.cwd().resolve(), Path.home().resolve()):
         if target == place or target in place.parents:
             raise FormatError(f"{out} holds the folder {place}, which would be replaced")
-    if target == source or target in source.parents or source in target.parents:
-        raise FormatError(f"{out} and the source {source} lie inside each other; choose another")
+    paths.relative_name(target.name, str(target.parent))
+    parent = next(folder for folder in target.parents if folder.exists())
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise FormatError(f"{parent} cannot be written; name another folder for the output")
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise FormatError(f"{out} exists and is not a folder; choose another")
     _check_content(out, overwrite)
@@ -61,8 +68,10 @@ def _check_work(work: Path) -> None:
     """Refuse a folder of the work's name that this module did not make."""
     if not work.is_symlink() and not work.exists():
         return
-    names = {path.name for path in work.iterdir()} if work.is_dir() else set()
-    if work.is_symlink() or not work.is_dir() or not names <= {_LOCK, _NEW, _OLD}:
+    folder = work.is_dir() and not work.is_symlink()
+    names = {path.name for path in work.iterdir()} if folder else set()
+    ours = not names or (_LOCK in names and names <= {_LOCK, _NEW, _OLD})
+    if not folder or not ours or any((work / name).is_symlink() for name in names):
         raise FormatError(f"{work} is in the way, where the work is done; move it")
 
 

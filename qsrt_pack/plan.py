@@ -16,11 +16,13 @@ from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.format.tensorfile import tensor_bytes
 
 _PROBE_SECONDS = 0.5
-# Peak resident bytes were 417 MB and 27 float32 copies of one matrix, sources included, at
+# Peak resident bytes were 520 MB and 27 float32 copies of one matrix, sources included, at
 # 1024 x 512 and at 2048 x 1536; each further rate mode keeps what it decodes to.
-_BASE_MEMORY = 420_000_000
+_BASE_MEMORY = 520_000_000
 _MATRIX_COPIES = 27
 _COPIES_PER_MODE = 6
+# Rotating, packing and checking, on two 2.5 GHz cores.
+_SECONDS_PER_WEIGHT = 2e-6
 _SEARCH_BYTES = 17_000_000  # costs of the search on one thread, at most
 
 
@@ -82,12 +84,13 @@ def probe(method: str) -> float:
 
 
 def encode_seconds(experts: RoutedExperts, settings: Settings, rates: dict[str, float]) -> float:
-    """Seconds of search for all experts; rotations and packing are small beside it."""
+    """Seconds for all experts: the searches at the measured rates, and the rest."""
     geometry = experts.geometry
     shapes = 2 * [(geometry.hidden, geometry.intermediate)]
     shapes += [(geometry.intermediate, geometry.hidden)]
     passes = len(modes_tried(settings, geometry.records))
-    each = passes * geometry.weights_per_expert / rates[settings.search]
+    each = geometry.weights_per_expert * passes / rates[settings.search]
+    each += geometry.weights_per_expert * _SECONDS_PER_WEIGHT
     for shape in shapes:
         coarse, fine = scale_search_weights(*shape)
         each += coarse / rates["fast"] + fine / rates[settings.search]

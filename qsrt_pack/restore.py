@@ -87,16 +87,19 @@ def decode_package(
 ) -> None:
     """Write a dense checkpoint that transformers loads.
 
-    dtype: of the expert weights, a key of DTYPES, by default the one config.json states; other
-    tensors and files are copied as they are.
+    dtype: of the expert weights, a key of DTYPES, and then also config.json's, by default the one
+    that config.json states; other tensors and files are copied as they are.
     """
     dense = DensePackage(path)
     check_output(out, path, overwrite)
     config = dict(dense.package.documents.config)
     kind = dtype or config.get("dtype") or config.get("torch_dtype") or "float32"
-    if kind not in DTYPES:
+    if not isinstance(kind, str) or kind not in DTYPES:
         raise FormatError(f"{path}: dtype {kind!r} is not one of {sorted(DTYPES)}; give --dtype")
     del config["quantization_config"]
+    if dtype is not None:  # else transformers would load the experts in the old one
+        config = {key: value for key, value in config.items() if key != "torch_dtype"}
+        config["dtype"] = dtype
     with (
         replacing(out, overwrite=overwrite) as folder,
         bar("decode", len(dense.experts), "tensors", show_progress) as advance,

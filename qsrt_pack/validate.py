@@ -74,7 +74,9 @@ def _check_layer(package: Package, number: int) -> tuple[Layer, dict[str, Any]]:
     manifests.check_layer(layer, number, package.documents, str(path))
     evidence = read_evidence(package, number)
     if package.documents.is_ours:
-        manifests.check_evidence_modes(evidence, layer, package.evidence_name(number))
+        manifests.check_evidence_modes(
+            evidence, layer, package.encoder_settings, package.evidence_name(number)
+        )
     return layer, evidence
 
 
@@ -82,14 +84,16 @@ def _decode_layer(
     layer: Layer, evidence: dict[str, Any], path: Path, advance: Callable[[int], None]
 ) -> None:
     """Decode every expert. Packages made elsewhere record nothing to compare with."""
-    recorded = {item["expert"]: item["rms"] for item in evidence.get("experts", [])}
+    recorded = {item["expert"]: item for item in evidence.get("experts", [])}
     for expert in range(layer.geometry.experts):
         decoded = decode.dense_expert(unpack_expert(layer, expert))
-        for matrix, expected in recorded.get(expert, {}).items():
+        item = recorded.get(expert, {"rms": {}, "zero_matrices": []})
+        for matrix, expected in item["rms"].items():
             found = root_mean_square(decoded[matrix])
-            if not abs(found - expected) <= _RMS_TOLERANCE * expected:
+            zero = matrix in item["zero_matrices"]
+            if not abs(found - expected) <= _RMS_TOLERANCE * expected or zero == (found > 0):
                 raise FormatError(
                     f"{path}: expert {expert} {matrix} decodes to a root mean square of "
-                    f"{found:.6g}, its evidence says {expected:.6g}"
+                    f"{found:.6g}, its evidence says {expected:.6g}{', all zero' * zero}"
                 )
         advance(1)

@@ -57,7 +57,9 @@ def _load_layer(package: Package, layer: int) -> LayerWeights:
     evidence = read_evidence(package, layer)
     stored = read_package_layer(package, layer)
     if package.documents.is_ours:
-        manifests.check_evidence_modes(evidence, stored, package.evidence_name(layer))
+        manifests.check_evidence_modes(
+            evidence, stored, package.encoder_settings, package.evidence_name(layer)
+        )
     hidden_act = package.documents.config.get("hidden_act")
     return LayerWeights(
         stored=stored,

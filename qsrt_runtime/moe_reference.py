@@ -69,6 +69,9 @@ def _check_arguments(
     x: torch.Tensor, layer: LayerWeights, topk_ids: torch.Tensor, topk_weights: torch.Tensor
 ) -> None:
     geometry = layer.geometry
+    for name, value in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name} is a {type(value).__name__}, expected a torch tensor")
     if x.ndim != 2 or x.shape[1] != geometry.hidden:
         raise ValueError(f"x has shape {list(x.shape)}, expected [T, {geometry.hidden}]")
     if topk_ids.ndim != 2 or len(topk_ids) != len(x) or topk_ids.shape != topk_weights.shape:

@@ -21,8 +21,7 @@ SINGLE = "model.safetensors"
 _NUMBERED = re.compile(r"^(?P<stem>.+)-(?P<index>\d{5})-of-(?P<count>\d{5})\.safetensors$")
 # Weights in other formats, code, and files that a package writes anew.
 _NOT_CARRIED = re.compile(
-    r"\.(safetensors|bin|pt|pth|ckpt|pkl|pickle|npz|msgpack|h5|onnx|gguf|py|pyc|partial)$"
-    r"|\.index\.json$|^config\.json$|^README\.md$",
+    paths.WEIGHTS_OR_CODE.pattern + r"|\.partial$|\.index\.json$|^config\.json$|^README\.md$",
     re.IGNORECASE,
 )
 _PACKAGE_FILES = {MANIFEST, MARKER, CHECKSUMS}
@@ -53,7 +52,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
         )
     path = path.resolve()
     files = [n for n in paths.files_below(path) if not re.search(r"(^|/)\.", n)]
-    found = [n for n in files if n in _PACKAGE_FILES or n.startswith("qsrt-layer-")]
+    tops = [name.split("/")[0] for name in files]
+    found = [n for n in tops if n in _PACKAGE_FILES or n.startswith("qsrt-layer-")]
     if found:
         raise FormatError(f"{path} holds {found[0]}: it is a package already, not a checkpoint")
     if CONFIG not in files:
@@ -92,14 +92,26 @@ def check_finite(checkpoint: Checkpoint, name: str) -> None:
         )
 
 
+def source_stamp(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    """Size, inode and times of config, index and shards: equal while nobody writes to them."""
+    stamps = {}
+    for name in _source_names(checkpoint):
+        stat = (checkpoint.path / name).stat()
+        stamps[name] = (stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns)
+    return stamps
+
+
 def digest_files(
     checkpoint: Checkpoint, advance: Callable[[int], None] | None = None
 ) -> dict[str, str]:
     """SHA-256 of config, index and shards by name: what `source_sha256` is taken over."""
-    names = [CONFIG, *checkpoint.shards]
-    if (checkpoint.path / INDEX).exists():
-        names.append(INDEX)
-    return {name: paths.sha256_file(checkpoint.path / name, advance) for name in sorted(names)}
+    names = _source_names(checkpoint)
+    return {name: paths.sha256_file(checkpoint.path / name, advance) for name in names}
+
+
+def _source_names(checkpoint: Checkpoint) -> list[str]:
+    index = [INDEX] if (checkpoint.path / INDEX).exists() else []
+    return sorted([CONFIG, *index, *checkpoint.shards])
 
 
 def _indexed(path: Path) -> dict[str, tuple[str, TensorEntry]]:

@@ -8,7 +8,7 @@ from qsrt_pack.source.checkpoint import Checkpoint
 from qsrt_pack.source.dtypes import READABLE
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.geometry import Geometry
-from qsrt_runtime.format.manifest import Documents, geometry_of, layers_of
+from qsrt_runtime.format.manifest import Documents, activations, geometry_of, layers_of
 
 
 @dataclass(frozen=True)
@@ -16,12 +16,14 @@ class Architecture:
     """How one family names its experts. Keys are those of config.json.
 
     expert_key: template of an expert weight's name.   parts: the name of w1, w3 and w2 in it.
+    router_key: template of the router's, [E, H].
     sparse_step, dense_layers: keys of the rule that leaves layers dense, where the family has it:
     layer l has experts if (l + 1) % sparse_step == 0 and l is not among dense_layers.
     """
 
     expert_key: str
     parts: dict[str, str]
+    router_key: str
     intermediate: str
     activations: tuple[str, ...] = ("silu",)
     sparse_step: str | None = None
@@ -33,6 +35,7 @@ ARCHITECTURES = {
     "qwen3_moe": Architecture(
         expert_key="model.layers.{layer}.mlp.experts.{expert}.{part}.weight",
         parts=_LLAMA_PARTS,
+        router_key="model.layers.{layer}.mlp.gate.weight",
         intermediate="moe_intermediate_size",
         sparse_step="decoder_sparse_step",
         dense_layers="mlp_only_layers",
@@ -40,12 +43,18 @@ ARCHITECTURES = {
     "mixtral": Architecture(
         expert_key="model.layers.{layer}.block_sparse_moe.experts.{expert}.{part}.weight",
         parts={"w1": "w1", "w3": "w3", "w2": "w2"},
+        router_key="model.layers.{layer}.block_sparse_moe.gate.weight",
         intermediate="intermediate_size",
     ),
 }
 # Keys of config.json for the number of experts; transformers 5 renames the first on saving.
-_EXPERT_COUNTS = ("num_experts", "num_local_experts")
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+# Keys that would change which experts there are or what they compute, where they are set.
+_UNSUPPORTED = (
+    *("text_config", "swiglu_limit", "expert_bias", "mlp_bias", "first_k_dense_replace"),
+    *("num_nextn_predict_layers", "quantization", "quantization_config", "compression_config"),
+)
+_MAX_LAYERS, _MAX_EXPERTS, _MAX_SIZE = 100_000, 65_536, 1 << 24
 
 
 @dataclass(frozen=True)
@@ -77,16 +86,18 @@ class RoutedExperts:
 def find_experts(checkpoint: Checkpoint) -> RoutedExperts:
     """Find the routed experts; FormatError names the layer, expert and tensor of any doubt."""
     where = f"{checkpoint.path}/config.json"
-    if not any(".experts." in name for name in checkpoint.tensors):
+    if not any(map(_is_expert, checkpoint.tensors)):
         raise FormatError(f"{checkpoint.path} has no routed experts: no tensor is named .experts.")
-    if checkpoint.config.get("quantization_config") is not None:
-        raise FormatError(
-            f"{where}: quantization_config is set; convert reads unquantized weights "
-            f"({', '.join(READABLE)})"
-        )
+    for key in _UNSUPPORTED:
+        if checkpoint.config.get(key) not in (None, False, 0):
+            raise FormatError(
+                f"{where}: {key} is set; convert reads plain unquantized experts "
+                f"({', '.join(READABLE)})"
+            )
     experts = described_experts(checkpoint.config, where)
     _check_names(checkpoint, experts)
     _check_tensors(checkpoint, experts)
+    _check_routers(checkpoint, experts)
     return experts
 
 
@@ -106,11 +117,7 @@ def described_experts(config: dict[str, Any], where: str) -> RoutedExperts:
     experts = RoutedExperts(
         model_type=model_type,
         architecture=architecture,
-        geometry=Geometry(
-            hidden=_size(config, "hidden_size", where),
-            intermediate=_size(config, architecture.intermediate, where),
-            experts=_expert_count(config, where),
-        ),
+        geometry=_geometry(config, architecture, where),
         layers=_expected_layers(config, architecture, where),
         topk=_size(config, "num_experts_per_tok", where),
         activation=activation,
@@ -133,7 +140,13 @@ def check_package_config(documents: Documents, where: str) -> None:
         ("experts a token goes to", experts.topk, manifest["geometry"]["topk"]),
     ):
         if described != packed:
-            raise FormatError(f"{where}: {what} are {described}, packed are {packed}")
+            raise FormatError(f"{where}: {what} are {described!s:.200}, packed are {packed!s:.200}")
+    for layer in experts.layers:
+        used = set(activations(manifest, experts.activation, layer))
+        if used - set(experts.architecture.activations):
+            raise FormatError(
+                f"{where}: {experts.model_type} has no experts with {max(used)} (layer {layer})"
+            )
 
 
 def carried_tensors(
@@ -148,16 +161,31 @@ def carried_tensors(
     }
 
 
-def _size(config: dict[str, Any], key: str, where: str) -> int:
+def _size(config: dict[str, Any], key: str, where: str, limit: int = _MAX_SIZE) -> int:
     value = config.get(key)
-    if type(value) is not int or not 0 < value < 2**31:
-        raise FormatError(f"{where}: {key} is {value!r}, expected a positive integer")
+    if type(value) is not int or not 0 < value <= limit:
+        raise FormatError(f"{where}: {key} is {value!r:.99}, expected an integer in 1..{limit}")
     return value
+
+
+def _is_expert(name: str) -> bool:
+    return name.startswith("experts.") or ".experts." in name
+
+
+def _geometry(config: dict[str, Any], architecture: Architecture, where: str) -> Geometry:
+    hidden = _size(config, "hidden_size", where)
+    intermediate = _size(config, architecture.intermediate, where)
+    experts = _expert_count(config, where)
+    try:
+        return Geometry(hidden, intermediate, experts)
+    except FormatError as error:
+        keys = f"hidden_size, {architecture.intermediate}"
+        raise FormatError(f"{where}: {keys}: {error}") from None
 
 
 def _expert_count(config: dict[str, Any], where: str) -> int:
     keys = [key for key in _EXPERT_COUNTS if key in config] or [_EXPERT_COUNTS[0]]
-    counts = {key: _size(config, key, where) for key in keys}
+    counts = {key: _size(config, key, where, _MAX_EXPERTS) for key in keys}
     if len(set(counts.values())) > 1:
         raise FormatError(f"{where}: the number of experts is in conflict: {counts}")
     return counts[keys[0]]
@@ -166,7 +194,7 @@ def _expert_count(config: dict[str, Any], where: str) -> int:
 def _expected_layers(
     config: dict[str, Any], architecture: Architecture, where: str
 ) -> tuple[int, ...]:
-    count = _size(config, "num_hidden_layers", where)
+    count = _size(config, "num_hidden_layers", where, _MAX_LAYERS)
     step = 1
     if architecture.sparse_step is not None and architecture.sparse_step in config:
         step = _size(config, architecture.sparse_step, where)
@@ -185,28 +213,45 @@ def _expected_layers(
 
 
 def _check_names(checkpoint: Checkpoint, experts: RoutedExperts) -> None:
-    """Every `.experts.` tensor is an expected one, else it is named and refused."""
-    expected = set(experts.tensor_names())
-    for name in checkpoint.tensors:
-        if ".experts." not in name or name in expected:
+    """Every expert tensor is an expected one, else it is named and refused."""
+    architecture, layers = experts.architecture, set(experts.layers)
+    fields = {k: rf"(?P<{k}>0|[1-9]\d{{0,8}})" for k in ("layer", "expert")}
+    parts = "|".join(map(re.escape, architecture.parts.values()))
+    template = re.escape(architecture.expert_key).replace(r"\{", "{").replace(r"\}", "}")
+    expected = re.compile(template.format(part=f"(?:{parts})", **fields))
+    for name, (shard, _) in checkpoint.tensors.items():
+        if not _is_expert(name):
             continue
-        shard = checkpoint.path / checkpoint.tensors[name][0]
-        layer = _LAYER.search(name)
-        if layer and int(layer[1]) not in experts.layers:
+        match, where = expected.fullmatch(name), f"{checkpoint.path / shard}: tensor {name:.200}"
+        if match is None:
             raise FormatError(
-                f"{shard}: tensor {name} is an expert of layer {layer[1]}, "
-                f"config.json has experts in layers {list(experts.layers)}"
+                f"{where} is in a layout that {experts.model_type} is not read in; "
+                f"expected {architecture.expert_key}"
             )
-        number = re.search(r"\.experts\.(\d+)\.", name)
-        if number and int(number[1]) >= experts.geometry.experts:
+        if int(match["layer"]) not in layers:
             raise FormatError(
-                f"{shard}: tensor {name} is expert {number[1]} of layer "
-                f"{layer[1] if layer else '?'}, config.json says {experts.geometry.experts} experts"
+                f"{where} is an expert of layer {match['layer']}, config.json has experts in "
+                f"{len(layers)} layers, {experts.layers[0]} to {experts.layers[-1]}"
             )
-        raise FormatError(
-            f"{shard}: tensor {name} is in a layout that {experts.model_type} is not read in; "
-            f"expected {experts.architecture.expert_key}"
-        )
+        if int(match["expert"]) >= experts.geometry.experts:
+            raise FormatError(
+                f"{where} is expert {match['expert']} of layer {match['layer']}, "
+                f"config.json says {experts.geometry.experts} experts"
+            )
+
+
+def _check_routers(checkpoint: Checkpoint, experts: RoutedExperts) -> None:
+    shape = (experts.geometry.experts, experts.geometry.hidden)
+    for layer in experts.layers:
+        name = experts.architecture.router_key.format(layer=layer)
+        if name not in checkpoint.tensors:
+            raise FormatError(f"{checkpoint.path}: router {name} is missing (layer {layer})")
+        shard, entry = checkpoint.tensors[name]
+        if entry.shape != shape:
+            raise FormatError(
+                f"{checkpoint.path / shard}: router {name} has shape {list(entry.shape)}, "
+                f"expected {list(shape)}"
+            )
 
 
 def _check_tensors(checkpoint: Checkpoint, experts: RoutedExperts) -> None:

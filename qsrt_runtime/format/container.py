@@ -5,13 +5,15 @@ slab `qsrt_atoms` whose row s holds, in ascending expert order, the bundles that
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from qsrt_runtime.format import atom, codebook, paths, rates, schema, tensorfile
 from qsrt_runtime.format.errors import FormatError
@@ -199,7 +201,7 @@ def read_layer(path: Path, slots: range | None = None) -> Layer:
         raise ValueError(f"{slots} is no run of slots")
     if slots is not None and slots.stop > geometry.slots:
         raise ValueError(f"{slots} ends past the layer's {geometry.slots} slots")
-    with safe_open(path, framework="pt") as file:
+    with _opened(path) as file:
         section = file.get_tensor(FORMAT_SECTION)
         scale_section = file.get_tensor(SCALE_SECTION)
         slab = file.get_slice(ATOMS)
@@ -221,6 +223,15 @@ def read_layer(path: Path, slots: range | None = None) -> Layer:
     )
     _check_content(layer, int(header.metadata["x4t_experts"]), path)
     return layer
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise FormatError(f"{path}: {error}") from None
 
 
 def expert_modes(layer: Layer, expert: int) -> tuple[int, int]:

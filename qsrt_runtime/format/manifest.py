@@ -119,7 +119,7 @@ def producer_fingerprint(encoder: str, versions: dict[str, Any]) -> str:
 def check_documents(documents: Documents, where: str) -> None:
     """Refuse documents that disagree with themselves or each other, naming the field."""
     _check_manifest(documents, f"{where}/{MANIFEST}")
-    if documents.is_ours:
+    if documents.manifest["storage_schema"] == container.FRUIT:
         fields = documents.manifest["geometry"]
         geometry = geometry_of(documents.manifest)
         check_config(documents.config, geometry, fields["topk"], f"{where}/{CONFIG}")
@@ -128,7 +128,7 @@ def check_documents(documents: Documents, where: str) -> None:
     _check_activations(documents, where)
     for tensor, name in documents.index["weight_map"].items():
         relative_name(name, f"{where}/{INDEX}: weight_map of {tensor}")
-        if documents.is_ours and ".experts." in tensor:
+        if ".experts." in tensor:
             raise FormatError(f"{where}/{INDEX}: {tensor} is a routed expert's, which is packed")
 
 
@@ -185,8 +185,15 @@ def check_evidence(evidence: dict[str, Any], key: int, documents: Documents, whe
         _require_equal(found, list(range(experts)), "experts", where, MANIFEST)
 
 
-def check_evidence_modes(evidence: dict[str, Any], layer: Layer, where: str) -> None:
-    """Refuse evidence whose modes or channel orders disagree with the layer file."""
+def check_evidence_modes(
+    evidence: dict[str, Any], layer: Layer, settings: dict[str, Any], where: str
+) -> None:
+    """Refuse evidence whose modes or channel orders disagree with layer file and settings."""
+    if settings["modes"] == "R0" and layer.format_codes.any():
+        expert = int(layer.format_codes.nonzero()[0])
+        raise FormatError(
+            f"{where}: expert {expert} is not R0, the encoder's settings say modes R0"
+        )
     for item in evidence["experts"]:
         expert = item["expert"]
         found = (item["mode13"], item["mode2"])
@@ -247,6 +254,10 @@ def _check_own_manifest(manifest: dict[str, Any], geometry: Geometry, where: str
         "geometry.profile": (fields["profile"], geometry.profile),
         "geometry.atom_slots": (fields["atom_slots"], geometry.slots),
         "geometry.atoms_per_expert": (fields["atoms_per_expert"], geometry.atoms_per_expert),
+        "producer.encoder.settings.package": (
+            encoder["settings"]["package"],
+            producer["versions"]["qsrt"],
+        ),
         "source.source_kind": (manifest["source"]["source_kind"], SOURCE_KIND),
         "producer.encoder.fingerprint": (encoder["fingerprint"], fingerprint),
         "producer.fingerprint": (
@@ -274,6 +285,7 @@ def check_config(config: dict[str, Any], geometry: Geometry, topk: int, where: s
         "moe_intermediate_size": geometry.intermediate,
         "num_experts": geometry.experts,
         "num_local_experts": geometry.experts,
+        "n_routed_experts": geometry.experts,
         "num_experts_per_tok": topk,
     }
     for key, expected in stated.items():

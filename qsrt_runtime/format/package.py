@@ -43,6 +43,11 @@ class Package:
     def layers(self) -> list[int]:
         return manifests.layers_of(self.documents.manifest)
 
+    @property
+    def encoder_settings(self) -> dict[str, Any]:
+        """What decided the bytes of the layer files; stated by our own packages."""
+        return self.documents.manifest["producer"]["encoder"]["settings"]
+
     def layer_name(self, layer: int) -> str:
         """The listed name of a layer file."""
         return self.documents.manifest["layers"][str(layer)]["qsrt_atoms"]
@@ -215,7 +220,7 @@ def _check_own_files(path: Path, documents: Documents, digests: dict[str, str]) 
     if shards & layers:
         raise FormatError(f"{path / INDEX}: {min(shards & layers)} is a layer file, not a shard")
     for name in sorted(set(digests) - shards - layers):
-        if name.endswith(".safetensors") or name.startswith("qsrt-layer-"):
+        if paths.WEIGHTS_OR_CODE.search(name) or name.startswith("qsrt-layer-"):
             raise FormatError(f"{path / name} is neither a layer file nor in {INDEX}")
     base = {name: digests.get(name) for name in {INDEX, *shards}}
     if schema.digest(base) != documents.manifest["base_model"]["manifest_sha256"]:

@@ -12,6 +12,10 @@ from qsrt_runtime.format.errors import FormatError
 
 HUB_CACHE = ".cache/huggingface"  # what a Hub download leaves inside a folder
 _CHUNK = 1 << 22
+# Weights in any format, and what a reader of them might execute.
+WEIGHTS_OR_CODE = re.compile(
+    r"\.(safetensors|bin|pt|pth|ckpt|pkl|pickle|npz|msgpack|h5|onnx|gguf|py|pyc)$", re.IGNORECASE
+)
 _DRIVE = re.compile(r"^[A-Za-z]:")
 
 
@@ -29,7 +33,7 @@ def relative_name(name: Any, where: str) -> str:
         and parts
         and not name.startswith("/")
         and not _DRIVE.match(name)
-        and not any(c in name for c in "\\\0\n\r")
+        and not any(c == "\\" or ord(c) < 32 or ord(c) == 127 for c in name)
         and "/".join(parts) == name
         and not any(part in (".", "..") for part in parts)
     )
@@ -46,10 +50,16 @@ def regular_file(path: Path, root: Path) -> None:
     A link counts as one if it resolves to a file in the sibling `blobs` folder of a Hub cache
     snapshot (.../snapshots/REVISION), as the Hub's own cache stores it.
     """
+    for folder in path.relative_to(root).parents:
+        if folder.name and (root / folder).is_symlink():
+            raise FormatError(f"{root / folder} is a link to a folder; copy the folder itself")
     if path.is_symlink():
         blobs = root.absolute().parent.parent / "blobs"
         in_cache = root.absolute().parent.name == "snapshots"
-        target = path.resolve()
+        try:
+            target = path.resolve()
+        except RuntimeError:  # a loop
+            target = path
         if not (in_cache and target.parent == blobs.resolve()):
             raise FormatError(
                 f"{path} is a link to {os.readlink(path)}, outside the folder; copy the file itself"

@@ -13,23 +13,32 @@ from qsrt_runtime.format.geometry import RECORD
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
-    """x B: rotate the last axis in blocks of 128. x: [..., n] float32 or float64, n % 128 == 0.
-
-    A fast Walsh-Hadamard transform: seven rounds of sums and differences, so that the result is
-    the same to the bit on every platform and with any number of threads.
-    """
-    blocks = x.unflatten(-1, (-1, RECORD))
-    half = 1
-    while half < RECORD:
-        even, odd = blocks.unflatten(-1, (-1, 2, half)).unbind(-2)
-        blocks = torch.stack([even + odd, even - odd], dim=-2).flatten(-3)
-        half *= 2
-    return (blocks * RECORD**-0.5).flatten(-2)
+    """x B: rotate the last axis in blocks of 128. x: [..., n] float32 or float64, n % 128 == 0."""
+    columns = x.reshape(-1, RECORD).T.contiguous()
+    return _transform(columns[None])[0].T.reshape(x.shape)
 
 
 def rotate_rows(x: torch.Tensor) -> torch.Tensor:
     """B x: rotate the first axis of a matrix [n, m] in blocks of 128."""
-    return rotate(x.T).T
+    return _transform(x.contiguous().unflatten(0, (-1, RECORD))).flatten(0, 1)
+
+
+def _transform(x: torch.Tensor) -> torch.Tensor:
+    """The Hadamard matrix times the middle axis of [a, 128, b].
+
+    A fast Walsh-Hadamard transform: seven rounds of sums and differences, so that the result is
+    the same to the bit on every platform and with any number of threads.
+    """
+    x, spare = x.clone(), torch.empty_like(x)
+    half = 1
+    while half < RECORD:
+        even, odd = x.unflatten(1, (-1, 2, half)).unbind(2)
+        sums, differences = spare.unflatten(1, (-1, 2, half)).unbind(2)
+        torch.add(even, odd, out=sums)
+        torch.sub(even, odd, out=differences)
+        x, spare = spare, x
+        half *= 2
+    return x.mul_(RECORD**-0.5)
 
 
 def signs(

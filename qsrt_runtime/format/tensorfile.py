@@ -172,6 +172,10 @@ def _entry(path: Path, name: str, entry: Any, start: int) -> TensorEntry:
         raise FormatError(f"{where}: shape {shape!r} is not a list of sizes")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise FormatError(f"{where}: data_offsets {offsets!r} is not [start, end]")
+    if any(ord(c) < 32 or ord(c) == 127 for c in name):
+        raise FormatError(f"{path}: tensor name {name!r} holds control characters")
+    if math.prod(max(1, size) for size in shape) >= 2**63:
+        raise FormatError(f"{where}: shape {shape} is too large")
     bits = math.prod(shape) * DTYPE_BITS[dtype]
     if bits % 8 or offsets[1] - offsets[0] != bits // 8:
         raise FormatError(

@@ -209,7 +209,9 @@ def test_convert_and_all_that_follows(small: Path, tmp_path: Path) -> None:
     schema.check(value, "plan", "plan")
     assert (value["loader"], value["modes"], value["search"]) == ("kquant", "R0", "fast")
     assert "layer 0: NMSE" in done.stderr
-    assert done.stderr.splitlines()[-1].startswith(f"{out} is complete")
+    assert done.stderr.splitlines()[-1].startswith("complete; check it with: qsrt-pack validate ")
+        "complete; check it with: qsrt-pack validate --deep "
+    )
     quantization = json.loads((out / "config.json").read_text())["quantization_config"]
     assert quantization["quant_method"] == "modelopt"
 
@@ -313,3 +315,28 @@ def test_an_interrupt_leaves_nothing(clean_checkpoint: Path, tmp_path: Path) -> 
     assert stderr.endswith("interrupted\n")
     assert "Traceback" not in stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_that_falls_into_a_destructor_is_not_lost(tmp_path: Path) -> None:
+    code = """
+import time
+from click.testing import CliRunner
+from qsrt_pack import cli, validate
+
+class Compiled:
+    def __del__(self):
+        raise KeyboardInterrupt
+
+def run(*_arguments, **_options):
+    Compiled()
+    for _ in range(50):
+        time.sleep(0.02)
+    print("went on")
+
+validate.validate = run
+cli.main(["validate", "x"])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")

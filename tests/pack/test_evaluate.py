@@ -185,7 +185,8 @@ def test_windows_are_counted_from_the_start(
         assert again[key] == first[key]
 
 
-def test_a_text_that_is_too_short(package_of_source: Path, source: Path, text: Path) -> None:
+def test_a_text_that_is_too_short(package_of_source: Path, source: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
     text.write_text(TEXT[:100])
     with pytest.raises(FormatError, match="has 100 tokens, a window takes 128"):
         evaluate(package_of_source, source, text, show_progress=False)

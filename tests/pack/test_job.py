@@ -5,6 +5,7 @@ import logging
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import checkpoints
 import pytest
@@ -358,10 +359,9 @@ def test_a_failure_before_the_seal_changes_nothing(
 def test_too_small_a_disk_is_seen_first(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepared = job.prepare(small, tmp_path / "out", FAST)
-    prepared.plan["free_disk_bytes"] = prepared.plan["bytes_out"] - 1
-    with pytest.raises(FormatError, match="bytes free, the package takes"):
-        job.run(prepared, show_progress=False)
+    monkeypatch.setattr(plan.shutil, "disk_usage", lambda _path: SimpleNamespace(free=1000))
+    with pytest.raises(FormatError, match="has 1,000 bytes free, the package takes"):
+        job.prepare(small, tmp_path / "out", FAST)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -396,3 +396,22 @@ def test_describe_names_what_matters(clean_checkpoint: Path, tmp_path: Path) -> 
         assert part in text
     assert "not carried" not in text
     assert "not carried x.py" in job.describe(prepared.plan | {"left_out_files": ["x.py"]})
+
+
+def test_a_source_that_changes_during_the_run_is_refused(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = shutil.copytree(small, tmp_path / "model")
+    real = job.encode_expert
+
+    def encode(*arguments: object, **options: object) -> object:
+        shard = min(source.glob("*.safetensors"))
+        data = bytearray(shard.read_bytes())
+        data[-1] ^= 1
+        shard.write_bytes(data)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(job, "encode_expert", encode)
+    with pytest.raises(FormatError, match="model changed during the run"):
+        job.run(job.prepare(source, tmp_path / "out", FAST), show_progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

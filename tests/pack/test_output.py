@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -196,3 +197,24 @@ def test_pk_6b_the_lock_of_a_dead_process_is_gone(tmp_path: Path) -> None:
         assert names(folder) == []
         fill(folder, "whole")
     assert names(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("place", ["", "package", "old"])
+def test_a_source_inside_the_work_folder_is_not_cleared_away(tmp_path: Path, place: str) -> None:
+    source = fill(tmp_path / "out.partial" / place, "weights")
+    with pytest.raises(FormatError, match="lie inside each other"):
+        check_output(tmp_path / "out", source, True)
+    with (
+        pytest.raises(FormatError, match="is in the way"),
+        replacing(tmp_path / "out", overwrite=True),
+    ):
+        raise AssertionError("entered")
+    assert names(source) == ["weights"]
+
+
+def test_a_folder_that_cannot_be_written_is_seen_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_arguments: False)
+    with pytest.raises(FormatError, match=f"{tmp_path} cannot be written; name another folder"):
+        check_output(tmp_path / "deep" / "out", fill(tmp_path / "source"), False)

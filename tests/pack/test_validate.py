@@ -223,7 +223,7 @@ def test_sections_are_checked_though_checksums_fit(
 def test_evidence_modes_are_those_of_the_layer(package: Path) -> None:
     overwrite(package / LAYER_1, "_qsrt_format_section", 2, b"\x10")
     redo_checksums(package, 1)
-    refused(package, r"qsrt-layer-001\.json: modes of expert 2", loader=False)
+    refused(package, r"qsrt-layer-001\.json: expert 2 is not R0")
 
 
 @pytest.mark.parametrize(

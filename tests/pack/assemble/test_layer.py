@@ -95,11 +95,11 @@ def test_a_layers_evidence_is_that_of_its_file(tmp_path: Path) -> None:
     assert (evidence["expert_count"], evidence["expert_ids"]) == (3, [0, 1, 2])
     assert evidence["experts"] == entries
     layer = read_layer(path)
-    manifests.check_evidence_modes(evidence, layer, "test")
+    manifests.check_evidence_modes(evidence, layer, {"modes": "all"}, "test")
     assert [expert_modes(layer, number) for number in range(3)] == [(0, 0), (1, 0), (1, 1)]
     evidence["experts"][1]["mode13"] = "R0"
     with pytest.raises(FormatError, match="modes of expert 1"):
-        manifests.check_evidence_modes(evidence, layer, "test")
+        manifests.check_evidence_modes(evidence, layer, {"modes": "all"}, "test")
 
 
 def test_evidence_beyond_the_schema_is_refused(tmp_path: Path) -> None:

@@ -134,7 +134,8 @@ def test_st_2b_ranges_that_do_not_tile_the_file(tmp_path: Path, second: dict, me
     ("bad", "message"),
     [
         (entry([9], [0, 8]), "8 bytes stored"),
-        (entry([2**62, 4], [0, 8]), "8 bytes stored"),
+        (entry([2**62, 4], [0, 8]), "is too large"),
+        (entry([2**62, 4, 0], [0, 0]), "is too large"),
         (entry([2**63], [0, 8]), "not a list of sizes"),
         (entry([-8], [0, 8]), "not a list of sizes"),
         (entry([8.0], [0, 8]), "not a list of sizes"),
@@ -376,3 +377,21 @@ def test_digests_cover_config_index_and_shards(checkpoint: Path) -> None:
     read: list[int] = []
     digest_files(open_checkpoint(checkpoint), read.append)
     assert sum(read) == sum((checkpoint / name).stat().st_size for name in names)
+
+
+def test_pk_1c_a_shard_behind_a_linked_folder(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (checkpoint / SHARD_2).rename(tmp_path / "elsewhere" / SHARD_2)
+    (checkpoint / "w.bin").symlink_to(tmp_path / "elsewhere")
+    index = checkpoint / checkpoints.INDEX
+    index.write_text(index.read_text().replace(SHARD_2, f"w.bin/{SHARD_2}"))
+    with pytest.raises(FormatError, match=r"w\.bin is a link to a folder"):
+        open_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize("name", ["config.json", SHARD_1])
+def test_a_link_to_itself(checkpoint: Path, name: str) -> None:
+    (checkpoint / name).unlink()
+    (checkpoint / name).symlink_to(name)
+    with pytest.raises(FormatError, match=rf"{name} is a link to"):
+        open_checkpoint(checkpoint)

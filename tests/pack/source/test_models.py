@@ -280,3 +280,36 @@ def test_carried_tensors_are_all_others(tmp_path: Path, weights: Weights) -> Non
     opened = open_checkpoint(tmp_path / "m")
     carried = carried_tensors(opened, find_experts(opened))
     assert carried == {n: ("BF16", tuple(t.shape)) for n, t in without_experts(weights).items()}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("swiglu_limit", 10.0),
+        ("text_config", {"num_experts": 8}),
+        ("first_k_dense_replace", 1),
+        ("num_nextn_predict_layers", 1),
+        ("quantization_config", {}),
+    ],
+)
+def test_a_field_that_would_change_the_experts(
+    tmp_path: Path, weights: Weights, key: str, value: object
+) -> None:
+    refused(tmp_path / "m", weights, f"{key} is set", **{key: value})
+
+
+def test_a_router_that_is_missing_or_of_another_size(tmp_path: Path, weights: Weights) -> None:
+    name = "model.layers.1.mlp.gate.weight"
+    without = {key: tensor for key, tensor in weights.items() if key != name}
+    refused(tmp_path / "a", without, f"router {name} is missing")
+    refused(tmp_path / "b", weights | {name: torch.ones(3, 128)}, r"expected \[4, 128\]")
+
+
+@pytest.mark.parametrize("key", ["num_experts", "num_hidden_layers", "hidden_size"])
+def test_an_enormous_number_is_refused_at_once(tmp_path: Path, weights: Weights, key: str) -> None:
+    refused(tmp_path / "m", weights, f"{key} is 2147483647, expected", **{key: 2**31 - 1})
+
+
+def test_an_expert_number_of_thousands_of_digits(tmp_path: Path, weights: Weights) -> None:
+    name = expert_key(0, 10**4200, "up_proj")
+    refused(tmp_path / "m", weights | {name: torch.ones(256, 128)}, "is in a layout")

@@ -101,9 +101,10 @@ def sweep(read_all, folder, name, edits, resealing, inside=None):
 
 def test_changed_manifest(package, reseal_listing, read_all):
     found = sweep(read_all, package, MANIFEST, changed, reseal_listing)
-    assert list(found) == ["geometry.topk", "producer.name"]
+    assert list(found) == ["geometry.topk", "producer.name", "producer.versions.qsrt"]
     assert "num_experts_per_tok is 2" in found["geometry.topk"]  # what config.json says
     assert "'activation_parameters' was unexpected" in found["producer.name"]  # read as another's
+    assert "producer.encoder.settings.package is" in found["producer.versions.qsrt"]
 
 
 def test_manifest_without_a_key(package, reseal_listing, read_all):
@@ -238,6 +239,8 @@ def test_geometry_that_the_layer_file_denies(publication, reseal, field, value, 
             manifest["layers"]["5"]["expert_count"] = value
 
     edit_json(publication / MANIFEST, edit)
+    sizes = ("hidden_size", "moe_intermediate_size", "n_routed_experts")
+    edit_json(publication / CONFIG, lambda config: [config.pop(size) for size in sizes])
     if field == "experts_per_layer":
         edit_json(
             publication / CONFIG,
