@@ -14,13 +14,15 @@ from qsrt_runtime.format.rotation import rotate
 from qsrt_runtime.weights import LayerWeights
 
 
+@torch.no_grad()
 def moe_forward_reference(
     x: torch.Tensor, layer: LayerWeights, topk_ids: torch.Tensor, topk_weights: torch.Tensor
 ) -> torch.Tensor:
     """The routed experts' output, each row's contributions summed in float32.
 
     x: [T, H] float32, float16 or bfloat16.   topk_ids: [T, k] int32 or int64, expert ids; -1
-    takes part in nothing.   topk_weights: [T, k] floating.   Returns [T, H] in x's dtype.
+    takes part in nothing.   topk_weights: [T, k] floating.
+    Returns [T, H] in x's dtype, without a gradient.
     Raises ValueError for shapes or ids that do not fit, TypeError for dtypes, FormatError for an
     expert that this version does not run (X4T).
     """

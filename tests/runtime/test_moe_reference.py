@@ -4,6 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from qsrt_runtime import load_package
 from qsrt_runtime.format import container, decode
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.geometry import Geometry
@@ -243,3 +244,12 @@ def test_exact_expert_is_refused_by_name(kimi):
         moe_forward_reference(x, weights(kimi), ids, torch.ones(2, 1))
     found = moe_forward_reference(x, weights(kimi), torch.tensor([[0], [2]]), torch.ones(2, 1))
     assert torch.isfinite(found).all()
+
+
+def test_inputs_that_want_a_gradient(package):
+    layer = load_package(package).layers[0]
+    x = torch.ones(2, 128, requires_grad=True)
+    ids, weights = torch.tensor([[0, 1], [2, 3]]), torch.full((2, 2), 0.5, requires_grad=True)
+    out = moe_forward_reference(x, layer, ids, weights)
+    assert not out.requires_grad
+    assert torch.equal(out, moe_forward_reference(x.detach(), layer, ids, weights.detach()))
