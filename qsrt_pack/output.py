@@ -8,7 +8,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from qsrt_runtime.format import paths
@@ -47,6 +47,7 @@ def replacing(out: Path, *, overwrite: bool) -> Iterator[Path]:
     """
     work = paths.partial_name(out)
     _check_work(work)
+    made = [folder for folder in work.parents if not folder.exists()]
     work.mkdir(parents=True, exist_ok=True)
     with _locked(work):
         try:
@@ -57,6 +58,9 @@ def replacing(out: Path, *, overwrite: bool) -> Iterator[Path]:
             _take_place(work, out)
         finally:
             shutil.rmtree(work, ignore_errors=True)
+            for folder in made:
+                with suppress(OSError):  # it holds the output
+                    folder.rmdir()
 
 
 def _check_content(out: Path, overwrite: bool) -> None:

@@ -218,3 +218,9 @@ def test_a_folder_that_cannot_be_written_is_seen_first(
     monkeypatch.setattr(os, "access", lambda *_arguments: False)
     with pytest.raises(FormatError, match=f"{tmp_path} cannot be written; name another folder"):
         check_output(tmp_path / "deep" / "out", fill(tmp_path / "source"), False)
+
+
+def test_a_failure_leaves_no_folder_above_the_output(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="full"), replacing(tmp_path / "a/b/out", overwrite=False):
+        raise OSError("full")
+    assert names(tmp_path) == []
