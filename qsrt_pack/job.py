@@ -44,7 +44,10 @@ _POOR_NMSE = 0.1  # six times what a matrix has at 3 bits: its scales are below 
 
 @dataclass(frozen=True)
 class Job:
-    """A conversion that has been checked and planned and not begun."""
+    """A conversion that has been checked and planned and not begun.
+
+    stamp: source_stamp of the checkpoint when its headers were read.
+    """
 
     checkpoint: Checkpoint
     experts: RoutedExperts
@@ -53,6 +56,7 @@ class Job:
     loader: str
     overwrite: bool
     plan: dict[str, Any]
+    stamp: dict[str, tuple[int, ...]]
 
 
 def prepare(
@@ -60,6 +64,7 @@ def prepare(
 ) -> Job:
     """Check source and output and make the plan; writes nothing. FormatError on any doubt."""
     checkpoint = open_checkpoint(source)
+    stamp = source_stamp(checkpoint)
     experts = find_experts(checkpoint)
     config_path = str(checkpoint.path / manifests.CONFIG)
     manifests.check_config(checkpoint.config, experts.geometry, experts.topk, config_path)
@@ -68,13 +73,13 @@ def prepare(
     free, need = plan["free_disk_bytes"], plan["bytes_out"]
     if free < need:
         raise FormatError(f"{out.parent} has {free:,} bytes free, the package takes {need:,}")
-    return Job(checkpoint, experts, out, settings, loader, overwrite, plan)
+    return Job(checkpoint, experts, out, settings, loader, overwrite, plan, stamp)
 
 
 def run(job: Job, *, show_progress: bool = True) -> None:
     """Convert. Leaves a sealed package at job.out, or raises and leaves what was there."""
     with replacing(job.out, overwrite=job.overwrite) as folder:
-        stamp = source_stamp(job.checkpoint)
+        _check_unchanged(job)
         source_sha256 = _read_source(job, show_progress)
         evidence = _write_layers(job, folder, source_sha256, show_progress)
         base_sha256 = _write_base(job, folder)
@@ -90,10 +95,14 @@ def run(job: Job, *, show_progress: bool = True) -> None:
         config = build_config(job.checkpoint.config, manifest, job.loader)
         paths.write_file(folder / manifests.MANIFEST, schema.dump(manifest))
         paths.write_file(folder / manifests.CONFIG, schema.dump(config))
-        if source_stamp(job.checkpoint) != stamp:
-            raise FormatError(f"{job.checkpoint.path} changed during the run; convert it again")
+        _check_unchanged(job)
         seal(folder)
         check_base(open_package(folder))
+
+
+def _check_unchanged(job: Job) -> None:
+    if source_stamp(job.checkpoint) != job.stamp:
+        raise FormatError(f"{job.checkpoint.path} changed since it was opened; convert it again")
 
 
 def _read_source(job: Job, show_progress: bool) -> str:

@@ -126,7 +126,8 @@ class LayerWriter:
     def __enter__(self) -> "LayerWriter":
         self._partial = paths.partial_name(self.path)
         self._file = self._partial.open("wb")
-        self._file.truncate(layer_file_bytes(self.geometry))  # zeros where nothing is written
+        with paths.naming(self._partial):
+            self._file.truncate(layer_file_bytes(self.geometry))  # zeros where nothing is written
         return self
 
     def write_expert(self, expert: int, coded: atom.Expert) -> None:

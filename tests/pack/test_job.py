@@ -412,6 +412,19 @@ def test_a_source_that_changes_during_the_run_is_refused(
         return real(*arguments, **options)
 
     monkeypatch.setattr(job, "encode_expert", encode)
-    with pytest.raises(FormatError, match="model changed during the run"):
+    with pytest.raises(FormatError, match="model changed since it was opened"):
         job.run(job.prepare(source, tmp_path / "out", FAST), show_progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_source_that_changes_before_the_run_is_refused(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "encode_expert", fail_at(1, AssertionError("encoded")))
+    source = shutil.copytree(small, tmp_path / "model")
+    prepared = job.prepare(source, tmp_path / "out", FAST)
+    config = source / "config.json"
+    config.write_text(config.read_text() + "\n")
+    with pytest.raises(FormatError, match="model changed since it was opened"):
+        job.run(prepared, show_progress=False)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]

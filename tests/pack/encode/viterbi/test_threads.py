@@ -33,11 +33,12 @@ def test_every_tile_once_and_in_place(n, threads):
 def test_chunks_run_at_the_same_time():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    both = threading.Barrier(2, timeout=20)
+    both, passed = threading.Barrier(2, timeout=20), []  # broken if one comes alone
     try:
-        over_tiles(lambda targets, edges: both.wait(), torch.zeros(2, 256), 1)
+        over_tiles(lambda targets, edges: passed.append(both.wait()), torch.zeros(2, 256), 1)
     finally:
         torch.set_num_threads(before)
+    assert sorted(passed) == [0, 1]
 
 
 def test_an_error_comes_through(threads):
