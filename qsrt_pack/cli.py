@@ -39,7 +39,7 @@ class _Group(click.Group):
         try:
             return super().invoke(ctx)
         except (FormatError, OSError) as error:
-            raise click.ClickException(str(error)) from error
+            raise click.ClickException(_with_notes(str(error), error)) from error
         except ModuleNotFoundError as error:
             extra = {"numba": "pack", "rich": "pack", "transformers": "eval"}.get(error.name or "")
             if extra is None:
@@ -47,9 +47,13 @@ class _Group(click.Group):
             raise click.ClickException(
                 f"{error.name} is not installed; pip install 'qsrt[{extra}]'"
             ) from error
-        except (KeyboardInterrupt, click.Abort):
-            click.echo("interrupted", err=True)
+        except (KeyboardInterrupt, click.Abort) as error:
+            click.echo(_with_notes("interrupted", error), err=True)
             ctx.exit(130)
+
+
+def _with_notes(message: str, error: BaseException) -> str:
+    return ". ".join([message, *getattr(error, "__notes__", [])])
 
 
 class _EchoHandler(logging.Handler):
@@ -140,9 +144,11 @@ def convert(
     """Convert a checkpoint folder into a package.
 
     MODEL is a local Hugging Face checkpoint. OUT is the package's folder, by default MODEL-qsrt.
+    Stopped by whatever, it leaves the finished layers in OUT.partial; the same command continues.
     """
     from qsrt_pack import job
     from qsrt_pack.encode.expert import Settings
+    from qsrt_pack.plan import describe
 
     if out is None and not model.name:
         raise click.UsageError("give OUT: the root folder has no name to derive it from")
@@ -154,12 +160,15 @@ def convert(
     if as_json:
         _print_json(prepared.plan)
     elif dry_run:
-        click.echo(job.describe(prepared.plan))
+        click.echo(describe(prepared.plan))
     else:
-        _log.info("%s", job.describe(prepared.plan))
+        _log.info("%s", describe(prepared.plan))
     if dry_run:
         return
-    job.run(prepared, show_progress=show_progress)
+    if prepared.complete:
+        _log.info("%s is there already; checking it", out)
+    evidence = job.run(prepared, show_progress=show_progress)
+    _log.info("%s", job.describe_worst(evidence))
     _log.info("complete; check it with: qsrt-pack validate --deep %s", shlex.quote(str(out)))
 
 

@@ -1,12 +1,14 @@
 """Convert a checkpoint: the one place that knows source, encoder and package at once.
 
-Everything is written beside the output, the seal last, and renamed into place when whole; a
-failure removes it and leaves what stood there before.
+Everything is written beside the output, the seal last, and renamed into place when whole. A
+failure leaves what stood there before, and the finished layers beside it for the next run.
 """
 
 import logging
+import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,12 @@ from qsrt_pack.assemble.package import (
     GIT_ATTRIBUTES,
     build_config,
     build_manifest,
+    build_producer,
+    library_versions,
 )
 from qsrt_pack.assemble.shards import file_pieces, write_shards
 from qsrt_pack.encode.expert import Settings, encode_expert
-from qsrt_pack.output import check_output, replacing
+from qsrt_pack.output import check_output, discard, replacing, state_file
 from qsrt_pack.plan import make_plan
 from qsrt_pack.progress import bar
 from qsrt_pack.source.checkpoint import (
@@ -32,14 +36,25 @@ from qsrt_pack.source.checkpoint import (
 )
 from qsrt_pack.source.dtypes import to_float32
 from qsrt_pack.source.models import RoutedExperts, carried_tensors, find_experts
+from qsrt_pack.state import State, check_same, read_state, write_state
 from qsrt_runtime.format import manifest as manifests
 from qsrt_runtime.format import paths, schema
 from qsrt_runtime.format.container import LayerWriter
 from qsrt_runtime.format.errors import FormatError
-from qsrt_runtime.format.package import check_base, open_package, seal
+from qsrt_runtime.format.package import (
+    check_base,
+    open_package,
+    read_evidence,
+    seal,
+    verify_file,
+)
 
 _log = logging.getLogger(__name__)
+_WORST_SHOWN = 5
 _POOR_NMSE = 0.1  # six times what a matrix has at 3 bits: its scales are below float16's
+
+
+Evidence = dict[int, dict[str, Any]]  # the evidence document of each layer
 
 
 @dataclass(frozen=True)
@@ -47,6 +62,7 @@ class Job:
     """A conversion that has been checked and planned and not begun.
 
     stamp: source_stamp of the checkpoint when its headers were read.
+    complete: out holds a package with these settings already; of this source, as far as known.
     """
 
     checkpoint: Checkpoint
@@ -57,6 +73,7 @@ class Job:
     overwrite: bool
     plan: dict[str, Any]
     stamp: dict[str, tuple[int, ...]]
+    complete: bool
 
 
 def prepare(
@@ -68,36 +85,74 @@ def prepare(
     experts = find_experts(checkpoint)
     config_path = str(checkpoint.path / manifests.CONFIG)
     manifests.check_config(checkpoint.config, experts.geometry, experts.topk, config_path)
-    check_output(out, checkpoint.path, overwrite)
-    plan = make_plan(checkpoint, experts, out, settings, loader)
-    free, need = plan["free_disk_bytes"], plan["bytes_out"]
-    if free < need:
+    complete = not overwrite and _is_result(out, checkpoint, settings, loader)
+    check_output(out, checkpoint.path, overwrite or complete, resumable=True)
+    state = None if complete else read_state(state_file(out))
+    if state is not None:
+        check_same(state, _new_state(settings, {}), state_file(out))
+    finished = experts.layers if complete else state.layers if state else ()
+    plan = make_plan(checkpoint, experts, out, settings, loader, finished)
+    free, need = plan["free_disk_bytes"], plan["bytes_to_write"]
+    if free < need and not complete:
         raise FormatError(f"{out.parent} has {free:,} bytes free, the package takes {need:,}")
-    return Job(checkpoint, experts, out, settings, loader, overwrite, plan, stamp)
+    return Job(checkpoint, experts, out, settings, loader, overwrite, plan, stamp, complete)
 
 
-def run(job: Job, *, show_progress: bool = True) -> None:
-    """Convert. Leaves a sealed package at job.out, or raises and leaves what was there."""
-    with replacing(job.out, overwrite=job.overwrite) as folder:
+def run(job: Job, *, show_progress: bool = True) -> Evidence:
+    """Convert. Leaves a sealed package at job.out, or raises and leaves what was there.
+
+    Layers that a run before has finished are kept if they have the digests it recorded, and those
+    that this one finishes are there for the next. Returns the evidence of all layers.
+    """
+    if job.complete:
+        return _confirm(job, show_progress)
+    with replacing(job.out, overwrite=job.overwrite, resumable=True) as folder:
         _check_unchanged(job)
-        source_sha256 = _read_source(job, show_progress)
-        evidence = _write_layers(job, folder, source_sha256, show_progress)
-        base_sha256 = _write_base(job, folder)
-        manifest = build_manifest(
-            job.experts.geometry,
-            topk=job.experts.topk,
-            activation=job.experts.activation,
-            encoder_settings=job.settings.fingerprinted(),
-            source_sha256=source_sha256,
-            base_sha256=base_sha256,
-            evidence=evidence,
+        state = _open_state(job, show_progress)
+        with _kept_layers_noted(job, state):
+            source_sha256 = schema.digest(state.source)
+            evidence = _read_finished_layers(job, folder, state, show_progress)
+            _remove_all_but(folder, evidence)
+            _write_layers(job, folder, state, evidence, show_progress)
+            _write_documents(job, folder, source_sha256, evidence)
+            _check_unchanged(job)
+            seal(folder)
+            check_base(open_package(folder))
+    return evidence
+
+
+def _is_result(out: Path, checkpoint: Checkpoint, settings: Settings, loader: str) -> bool:
+    """Whether out is a sealed package with these settings, versions and config."""
+    try:
+        documents = open_package(out).documents
+    except (FormatError, OSError):
+        return False
+    manifest = documents.manifest
+    return manifest["producer"] == build_producer(settings.fingerprinted()) and (
+        documents.config == build_config(checkpoint.config, manifest, loader)
+    )
+
+
+def _confirm(job: Job, show_progress: bool) -> Evidence:
+    """Check that a complete output is this conversion's, and whole."""
+    package = open_package(job.out)
+    source_sha256 = schema.digest(_hash_source(job, show_progress))
+    if source_sha256 != package.documents.manifest["source"]["source_sha256"]:
+        raise FormatError(
+            f"{job.out} is the package of another source; choose another or give --overwrite to "
+            "replace it"
         )
-        config = build_config(job.checkpoint.config, manifest, job.loader)
-        paths.write_file(folder / manifests.MANIFEST, schema.dump(manifest))
-        paths.write_file(folder / manifests.CONFIG, schema.dump(config))
-        _check_unchanged(job)
-        seal(folder)
-        check_base(open_package(folder))
+    size = sum((job.out / name).stat().st_size for name in package.digests)
+    with bar("check package", size, "B", show_progress) as advance:
+        for name in package.digests:
+            verify_file(package, name, advance)
+    check_base(package)
+    discard(job.out)
+    return {layer: read_evidence(package, layer) for layer in package.layers}
+
+
+def _new_state(settings: Settings, source: dict[str, str]) -> State:
+    return State(source, settings.fingerprinted(), library_versions())
 
 
 def _check_unchanged(job: Job) -> None:
@@ -105,38 +160,112 @@ def _check_unchanged(job: Job) -> None:
         raise FormatError(f"{job.checkpoint.path} changed since it was opened; convert it again")
 
 
-def _read_source(job: Job, show_progress: bool) -> str:
-    """Hash config, index and shards, then refuse weights that are not finite."""
+def _hash_source(job: Job, show_progress: bool) -> dict[str, str]:
     with bar("hash source", job.plan["bytes_in"], "B", show_progress) as advance:
-        digests = digest_files(job.checkpoint, advance)
+        return digest_files(job.checkpoint, advance)
+
+
+def _open_state(job: Job, show_progress: bool) -> State:
+    """The state to continue; a new one has had its source scanned for weights not finite."""
+    state = _new_state(job.settings, _hash_source(job, show_progress))
+    found = read_state(state_file(job.out))
+    if found is not None:
+        check_same(found, state, state_file(job.out))
+        return found
     names = job.experts.tensor_names()
     with bar("scan experts", len(names), "tensors", show_progress) as advance:
         for name in names:
             check_finite(job.checkpoint, name)
             advance(1)
-    return schema.digest(digests)
+    return state
+
+
+@contextmanager
+def _kept_layers_noted(job: Job, state: State) -> Iterator[None]:
+    """Let the error of a failing block say what is kept."""
+    try:
+        yield
+    except BaseException as error:
+        if state.layers:
+            error.add_note(
+                f"{len(state.layers)} of {len(job.experts.layers)} layers are finished and kept "
+                f"in {state_file(job.out).parent}; the same command continues"
+            )
+        raise
+
+
+def _read_finished_layers(job: Job, folder: Path, state: State, show_progress: bool) -> Evidence:
+    """The evidence of the layers that are as the state says; forgets the others."""
+    evidence = {}
+    size = job.plan["layer_file_bytes"] * len(state.layers)
+    with bar("check finished layers", size, "B", show_progress) as advance:
+        for layer in list(state.layers):
+            try:
+                evidence[layer] = _read_finished(folder, layer, state.layers[layer], advance)
+            except FormatError as error:
+                _log.warning("%s; layer %d is encoded again", error, layer)
+                del state.layers[layer]
+    return evidence
+
+
+def _read_finished(
+    folder: Path, layer: int, digest: str, advance: Callable[[int], None]
+) -> dict[str, Any]:
+    path = folder / manifests.evidence_file_name(layer)
+    paths.regular_file(path, folder)
+    if paths.sha256_file(path) != digest:
+        raise FormatError(f"{path} is not as it was written")
+    evidence = schema.read(path, "evidence")
+    path = folder / manifests.layer_file_name(layer)
+    paths.regular_file(path, folder)
+    if paths.sha256_file(path, advance) != evidence["safetensors_sha256"]:
+        raise FormatError(f"{path} is not as it was written")
+    return evidence
+
+
+def _remove_all_but(folder: Path, layers: Iterable[int]) -> None:
+    """Remove what a stopped run left besides finished layers; all of it is made again."""
+    names = (manifests.evidence_file_name, manifests.layer_file_name)
+    kept = {name(layer) for layer in layers for name in names}
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name not in kept:
+            path.unlink()
 
 
 def _write_layers(
-    job: Job, folder: Path, source_sha256: str, show_progress: bool
-) -> dict[int, dict[str, Any]]:
-    fingerprint = manifests.encoder_fingerprint(job.settings.fingerprinted())
-    evidence = {}
-    with bar("encode", job.plan["expert_weights"], "weights", show_progress) as advance:
-        for layer in job.experts.layers:
+    job: Job, folder: Path, state: State, evidence: Evidence, show_progress: bool
+) -> None:
+    """Encode the layers that have no evidence yet, and record each in the state when on disk."""
+    source_sha256 = schema.digest(state.source)
+    remaining = [layer for layer in job.experts.layers if layer not in evidence]
+    experts = job.experts.geometry.experts
+    weights = job.experts.geometry.weights_per_expert * experts * len(remaining)
+    with bar("encode", weights, "weights", show_progress) as advance:
+        for layer in remaining:
             start = time.perf_counter()
-            path = folder / manifests.layer_file_name(layer)
-            entries = []
-            with LayerWriter(
-                path, job.experts.geometry, layer, source_sha256, fingerprint
-            ) as writer:
-                for expert in range(job.experts.geometry.experts):
-                    entries.append(_write_expert(job, writer, layer, expert))
-                    advance(job.experts.geometry.weights_per_expert)
-            evidence[layer] = layer_evidence(writer, job.settings.search, entries)
-            data = schema.dump(evidence[layer])
-            paths.write_file(folder / manifests.evidence_file_name(layer), data)
-            _report_layer(layer, entries, time.perf_counter() - start)
+            evidence[layer] = _write_layer(job, folder, layer, source_sha256, advance)
+            _check_unchanged(job)  # or the next run would take this layer for the old source's
+            path = folder / manifests.evidence_file_name(layer)
+            state.layers[layer] = paths.sha256_file(path)
+            write_state(state_file(job.out), state)
+            _report_layer(layer, evidence[layer]["experts"], time.perf_counter() - start)
+
+
+def _write_layer(
+    job: Job, folder: Path, layer: int, source_sha256: str, advance: Callable[[int], None]
+) -> dict[str, Any]:
+    geometry = job.experts.geometry
+    fingerprint = manifests.encoder_fingerprint(job.settings.fingerprinted())
+    path = folder / manifests.layer_file_name(layer)
+    entries = []
+    with LayerWriter(path, geometry, layer, source_sha256, fingerprint) as writer:
+        for expert in range(geometry.experts):
+            entries.append(_write_expert(job, writer, layer, expert))
+            advance(geometry.weights_per_expert)
+    evidence = layer_evidence(writer, job.settings.search, entries)
+    paths.write_file(folder / manifests.evidence_file_name(layer), schema.dump(evidence))
     return evidence
 
 
@@ -183,6 +312,23 @@ def _mean_nmse(entries: list[dict[str, Any]]) -> str:
     return " ".join(f"{matrix} {mean:.5f}" for matrix, mean in means.items())
 
 
+def _write_documents(job: Job, folder: Path, source_sha256: str, evidence: Evidence) -> None:
+    """Everything but the layers and the seal."""
+    base_sha256 = _write_base(job, folder)
+    manifest = build_manifest(
+        job.experts.geometry,
+        topk=job.experts.topk,
+        activation=job.experts.activation,
+        encoder_settings=job.settings.fingerprinted(),
+        source_sha256=source_sha256,
+        base_sha256=base_sha256,
+        evidence=evidence,
+    )
+    config = build_config(job.checkpoint.config, manifest, job.loader)
+    paths.write_file(folder / manifests.MANIFEST, schema.dump(manifest))
+    paths.write_file(folder / manifests.CONFIG, schema.dump(config))
+
+
 def _write_base(job: Job, folder: Path) -> str:
     """Carry every other tensor and the side files; returns the digest over shards and index."""
     checkpoint = job.checkpoint
@@ -196,53 +342,20 @@ def _write_base(job: Job, folder: Path) -> str:
     paths.write_file(folder / manifests.INDEX, schema.dump(index))
     for name in checkpoint.carried:
         source, target = checkpoint.path / name, folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
+        paths.make_folder(target.parent)
         paths.write_pieces(target, file_pieces(source, 0, source.stat().st_size))
     paths.write_file(folder / ".gitattributes", GIT_ATTRIBUTES)
     names = sorted({manifests.INDEX, *index["weight_map"].values()})
     return schema.digest({name: paths.sha256_file(folder / name) for name in names})
 
 
-def _ranges(numbers: list[int]) -> str:
-    """0, 2, 3, 4 -> `0, 2..4`."""
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and parts[-1][-1] == number - 1:
-            parts[-1][1:] = [number]
-        else:
-            parts.append([number])
-    return ", ".join("..".join(map(str, part)) for part in parts)
-
-
-def describe(plan: dict[str, Any]) -> str:
-    """A plan on one screen."""
-    layers = plan["layers"]
-    lines = [
-        ("model", f"{plan['source']} ({plan['model_type']})"),
-        ("package", plan["output"]),
-        (
-            "experts",
-            f"{len(layers)} layers ({_ranges(layers)}) x {plan['experts_per_layer']}, "
-            f"{plan['hidden_size']} x {plan['intermediate_size']}, top-{plan['topk']}, "
-            f"{plan['activation']}: {plan['expert_weights']:,} weights",
-        ),
-        (
-            "format",
-            f"{plan['atom_slots']} slots, {plan['atoms_per_expert']} atoms an expert, "
-            f"modes {plan['modes']}, {plan['search']} search, seed {plan['seed']}",
-        ),
-        ("bytes in", f"{plan['bytes_in']:,}"),
-        (
-            "bytes out",
-            f"{plan['bytes_out']:,} ({plan['layer_file_bytes']:,} a layer, "
-            f"{plan['base_bytes']:,} carried); {plan['free_disk_bytes']:,} free",
-        ),
-        ("memory", f"about {plan['memory_bytes'] / 1e9:.1f} GB"),
-        (
-            "time",
-            f"about {plan['seconds']:,.0f} s at {plan['weights_per_second']:,.0f} weights/s",
-        ),
-    ]
-    if plan["left_out_files"]:
-        lines.append(("not carried", ", ".join(plan["left_out_files"])))
-    return "\n".join(f"{name:<12}{value}" for name, value in lines)
+def describe_worst(evidence: Evidence) -> str:
+    """A table of the experts with the largest weight error of any matrix."""
+    experts = [(layer, e) for layer, document in evidence.items() for e in document["experts"]]
+    experts.sort(key=lambda item: (-max(item[1]["nmse"].values()), item[0], item[1]["expert"]))
+    lines = [f"{'layer':>5} {'expert':>6}  modes   {'NMSE w1':>9} {'w3':>9} {'w2':>9}"]
+    for layer, entry in experts[:_WORST_SHOWN]:
+        errors = " ".join(f"{entry['nmse'][matrix]:9.5f}" for matrix in ("w1", "w3", "w2"))
+        modes = f"{entry['mode13']} {entry['mode2']}"
+        lines.append(f"{layer:5} {entry['expert']:6}  {modes}   {errors}")
+    return "\n".join(["worst experts", *lines])

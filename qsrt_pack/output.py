@@ -1,10 +1,12 @@
 """An output folder that appears whole or not at all.
 
-The work is done in OUT.partial, which holds `lock`, the new folder as `package` and, for a moment
-at the end, what stood at OUT before as `old`.
+The work is done in OUT.partial, which holds `lock`, the new folder as `package`, for a moment at
+the end what stood at OUT before as `old`, and for work that can be continued `state.json`: while
+that file is there, a failure keeps OUT.partial, and the next run goes on in it.
 """
 
 import fcntl
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -14,11 +16,21 @@ from pathlib import Path
 from qsrt_runtime.format import paths
 from qsrt_runtime.format.errors import FormatError
 
-_LOCK, _NEW, _OLD = "lock", "package", "old"
+_LOCK, _NEW, _OLD, _STATE = "lock", "package", "old", "state.json"
+_STATE_PARTIAL = paths.partial_name(Path(_STATE)).name
+_log = logging.getLogger(__name__)
 
 
-def check_output(out: Path, source: Path, overwrite: bool) -> None:
-    """Refuse an output that would lose something: the source, or content without `overwrite`."""
+def state_file(out: Path) -> Path:
+    """Where resumable work on an output remembers what is finished."""
+    return paths.partial_name(out) / _STATE
+
+
+def check_output(out: Path, source: Path, overwrite: bool, *, resumable: bool = False) -> None:
+    """Refuse an output that would lose something: the source, or content without `overwrite`.
+
+    resumable: work that was stopped may be waiting there to be continued.
+    """
     target, source = out.resolve(), source.resolve()
     for place in (target, paths.partial_name(target)):
         if place == source or place in source.parents or source in place.parents:
@@ -35,32 +47,47 @@ def check_output(out: Path, source: Path, overwrite: bool) -> None:
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise FormatError(f"{out} exists and is not a folder; choose another")
     _check_content(out, overwrite)
-    _check_work(paths.partial_name(out))
+    _check_work(paths.partial_name(out), resumable)
 
 
 @contextmanager
-def replacing(out: Path, *, overwrite: bool) -> Iterator[Path]:
-    """An empty folder that takes out's place when the block ends.
+def replacing(out: Path, *, overwrite: bool, resumable: bool = False) -> Iterator[Path]:
+    """A folder that takes out's place when the block ends.
 
-    When the block fails, the folder vanishes and what stood at out still does. Another process
-    that writes the same output is refused; what a killed one left is cleared away.
+    It is empty, unless resumable and a run that failed or was killed left a state file: then it
+    holds what that run left. When the block fails, what stood at out still does, and the folder
+    vanishes unless there is a state file. Another process that writes the same output is refused.
     """
     work = paths.partial_name(out)
-    _check_work(work)
-    made = [folder for folder in work.parents if not folder.exists()]
-    work.mkdir(parents=True, exist_ok=True)
-    with _locked(work):
-        try:
-            _restore(work, out)
-            (work / _NEW).mkdir()
-            yield work / _NEW
-            _check_content(out, overwrite)
-            _take_place(work, out)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
-            for folder in made:
-                with suppress(OSError):  # it holds the output
-                    folder.rmdir()
+    _check_work(work, resumable)
+    made = paths.make_folder(work)
+    try:
+        with _locked(work):
+            try:
+                _restore(work, out)
+                _check_content(out, overwrite)
+                paths.make_folder(work / _NEW)
+                yield work / _NEW
+                _check_content(out, overwrite)
+                _take_place(work, out)
+            except BaseException:
+                if not (work / _STATE).exists():
+                    _remove(work, out)
+                raise
+            _remove(work, out)
+    finally:
+        for folder in made:
+            with suppress(OSError):  # it holds the output, or work to be continued
+                folder.rmdir()
+
+
+def discard(out: Path) -> None:
+    """Remove what a run that was killed after its last step left beside a finished output."""
+    work = paths.partial_name(out)
+    if work.exists():
+        _check_work(work, resumable=True)
+        with _locked(work):
+            _remove(work, out)
 
 
 def _check_content(out: Path, overwrite: bool) -> None:
@@ -68,15 +95,23 @@ def _check_content(out: Path, overwrite: bool) -> None:
         raise FormatError(f"{out} is not empty; choose another or give --overwrite to replace it")
 
 
-def _check_work(work: Path) -> None:
-    """Refuse a folder of the work's name that this module did not make."""
+def _check_work(work: Path, resumable: bool) -> None:
+    """Refuse a folder of the work's name that this module did not make, or that is in use."""
     if not work.is_symlink() and not work.exists():
         return
     folder = work.is_dir() and not work.is_symlink()
     names = {path.name for path in work.iterdir()} if folder else set()
-    ours = not names or (_LOCK in names and names <= {_LOCK, _NEW, _OLD})
+    known = {_LOCK, _NEW, _OLD, _STATE, _STATE_PARTIAL}
+    ours = not names or (_LOCK in names and names <= known)
     if not folder or not ours or any((work / name).is_symlink() for name in names):
         raise FormatError(f"{work} is in the way, where the work is done; move it")
+    if names:
+        with _locked(work):
+            pass
+    if _STATE in names and not resumable:
+        raise FormatError(
+            f"{work} holds a conversion that was stopped; finish it, or delete that folder"
+        )
 
 
 @contextmanager
@@ -98,21 +133,43 @@ def _locked(work: Path) -> Iterator[None]:
 
 
 def _restore(work: Path, out: Path) -> None:
-    """Clear away what a killed process left, and put back what it had moved aside."""
+    """Put back what a killed process had moved aside, and clear away what cannot be continued."""
     if (work / _OLD).exists() and not out.exists():
         (work / _OLD).replace(out)
-    for name in (_NEW, _OLD):
+    (work / _STATE_PARTIAL).unlink(missing_ok=True)
+    names = (_OLD,) if (work / _STATE).exists() else (_OLD, _NEW)
+    for name in names:
         if (work / name).exists():
             shutil.rmtree(work / name)
 
 
 def _take_place(work: Path, out: Path) -> None:
-    if out.exists():
-        out.replace(work / _OLD)
+    new, old = work / _NEW, work / _OLD
     try:
-        (work / _NEW).replace(out)
+        if out.exists():
+            out.replace(old)
+        new.replace(out)
+        paths.sync_folder(out.parent)
+        paths.sync_folder(work)
     except BaseException:
-        if (work / _OLD).exists() and not out.exists():
-            (work / _OLD).replace(out)
+        if not new.exists() and out.exists():
+            out.replace(new)
+        if old.exists() and not out.exists():
+            old.replace(out)
         raise
-    paths.sync_folder(out.parent)
+
+
+def _remove(work: Path, out: Path) -> None:
+    """Remove the work folder, the lock last, without which it would not be known as one."""
+    try:
+        if (work / _OLD).exists() and not out.exists():
+            raise OSError(f"{work / _OLD} could not be moved back to {out}")
+        for name in (_STATE, _STATE_PARTIAL):
+            (work / name).unlink(missing_ok=True)
+        for name in (_NEW, _OLD):
+            if (work / name).exists():
+                shutil.rmtree(work / name)
+        (work / _LOCK).unlink(missing_ok=True)
+        work.rmdir()
+    except OSError as error:
+        _log.warning("%s was not removed: %s", work, error)

@@ -2,6 +2,7 @@
 
 import shutil
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +28,24 @@ _SEARCH_BYTES = 17_000_000  # costs of the search on one thread, at most
 
 
 def make_plan(
-    checkpoint: Checkpoint, experts: RoutedExperts, out: Path, settings: Settings, loader: str
+    checkpoint: Checkpoint,
+    experts: RoutedExperts,
+    out: Path,
+    settings: Settings,
+    loader: str,
+    finished: Collection[int] = (),
 ) -> dict[str, Any]:
-    """The plan document, schema `plan`. Runs a short probe of the search to tell the time."""
+    """The plan document, schema `plan`. Runs a short probe of the search to tell the time.
+
+    finished: layers that a stopped run has left.
+    """
     geometry = experts.geometry
     base = carried_tensors(checkpoint, experts)
     base_bytes = sum(tensor_bytes(*spec) for spec in base.values())
     side_bytes = sum((checkpoint.path / name).stat().st_size for name in checkpoint.carried)
     layer_bytes = container.layer_file_bytes(geometry)
     rates = {method: probe(method) for method in {settings.search, "fast"}}
+    remaining = len(set(experts.layers) - set(finished))
     value = {
         "schema": "qsrt_plan_v1",
         "source": str(checkpoint.path),
@@ -43,6 +53,7 @@ def make_plan(
         "expert_key": experts.architecture.expert_key,
         "model_type": experts.model_type,
         "layers": list(experts.layers),
+        "finished_layers": sorted(finished),
         "experts_per_layer": geometry.experts,
         "topk": experts.topk,
         "hidden_size": geometry.hidden,
@@ -59,17 +70,54 @@ def make_plan(
         "device": "cpu",
         "bytes_in": sum((checkpoint.path / n).stat().st_size for n in checkpoint.shards),
         "bytes_out": layer_bytes * len(experts.layers) + base_bytes + side_bytes,
+        "bytes_to_write": layer_bytes * remaining + base_bytes + side_bytes,
         "layer_file_bytes": layer_bytes,
         "base_bytes": base_bytes,
         "memory_bytes": memory_bytes(geometry, settings),
         "free_disk_bytes": shutil.disk_usage(_existing(out.parent)).free,
         "weights_per_second": rates[settings.search],
-        "seconds": encode_seconds(experts, settings, rates),
+        "seconds": remaining * layer_seconds(experts, settings, rates),
         "carried_files": list(checkpoint.carried),
         "left_out_files": list(checkpoint.left_out),
     }
     schema.check(value, "plan", "plan")
     return value
+
+
+def describe(plan: dict[str, Any]) -> str:
+    """A plan on one screen."""
+    layers = plan["layers"]
+    lines = [
+        ("model", f"{plan['source']} ({plan['model_type']})"),
+        ("package", plan["output"]),
+        (
+            "experts",
+            f"{len(layers)} layers ({_ranges(layers)}) x {plan['experts_per_layer']}, "
+            f"{plan['hidden_size']} x {plan['intermediate_size']}, top-{plan['topk']}, "
+            f"{plan['activation']}: {plan['expert_weights']:,} weights",
+        ),
+        (
+            "format",
+            f"{plan['atom_slots']} slots, {plan['atoms_per_expert']} atoms an expert, "
+            f"modes {plan['modes']}, {plan['search']} search, seed {plan['seed']}",
+        ),
+        ("bytes in", f"{plan['bytes_in']:,}"),
+        (
+            "bytes out",
+            f"{plan['bytes_out']:,} ({plan['layer_file_bytes']:,} a layer, "
+            f"{plan['base_bytes']:,} carried); {plan['free_disk_bytes']:,} free",
+        ),
+        ("memory", f"about {plan['memory_bytes'] / 1e9:.1f} GB"),
+        (
+            "time",
+            f"about {plan['seconds']:,.0f} s at {plan['weights_per_second']:,.0f} weights/s",
+        ),
+    ]
+    if plan["finished_layers"]:
+        lines.append(("finished", f"layers {_ranges(plan['finished_layers'])}, by a run before"))
+    if plan["left_out_files"]:
+        lines.append(("not carried", ", ".join(plan["left_out_files"])))
+    return "\n".join(f"{name:<12}{value}" for name, value in lines)
 
 
 def probe(method: str) -> float:
@@ -83,8 +131,8 @@ def probe(method: str) -> float:
     return done / elapsed
 
 
-def encode_seconds(experts: RoutedExperts, settings: Settings, rates: dict[str, float]) -> float:
-    """Seconds for all experts: the searches at the measured rates, and the rest."""
+def layer_seconds(experts: RoutedExperts, settings: Settings, rates: dict[str, float]) -> float:
+    """Seconds for a layer's experts: the searches at the measured rates, and the rest."""
     geometry = experts.geometry
     shapes = 2 * [(geometry.hidden, geometry.intermediate)]
     shapes += [(geometry.intermediate, geometry.hidden)]
@@ -94,7 +142,7 @@ def encode_seconds(experts: RoutedExperts, settings: Settings, rates: dict[str, 
     for shape in shapes:
         coarse, fine = scale_search_weights(*shape)
         each += coarse / rates["fast"] + fine / rates[settings.search]
-    return each * geometry.experts * len(experts.layers)
+    return each * geometry.experts
 
 
 def memory_bytes(geometry: Geometry, settings: Settings) -> int:
@@ -108,3 +156,14 @@ def memory_bytes(geometry: Geometry, settings: Settings) -> int:
 def _existing(folder: Path) -> Path:
     folder = folder.absolute()
     return folder if folder.exists() else _existing(folder.parent)
+
+
+def _ranges(numbers: list[int]) -> str:
+    """0, 2, 3, 4 -> `0, 2..4`."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and parts[-1][-1] == number - 1:
+            parts[-1][1:] = [number]
+        else:
+            parts.append([number])
+    return ", ".join("..".join(map(str, part)) for part in parts)

@@ -179,5 +179,5 @@ def _copy_side_files(package: Package, folder: Path) -> None:
     for name in sorted(set(package.digests) - own):
         verify_file(package, name)
         source, target = package.path / name, folder / name
-        target.parent.mkdir(parents=True, exist_ok=True)
+        paths.make_folder(target.parent)
         paths.write_pieces(target, file_pieces(source, 0, source.stat().st_size))

@@ -46,7 +46,7 @@ def build_manifest(
         "encoding": container.ENCODING,
         "codebook": codebook.NAME,
         "profile_id": container.PROFILE_ID,
-        "producer": _producer(encoder_settings),
+        "producer": build_producer(encoder_settings),
         "source": {"source_kind": manifests.SOURCE_KIND, "source_sha256": source_sha256},
         "base_model": {"manifest_sha256": base_sha256},
         "geometry": {"layers": sorted(evidence), "topk": topk, **_sizes(geometry)},
@@ -70,7 +70,8 @@ def build_manifest(
     return value
 
 
-def _producer(encoder_settings: dict[str, Any]) -> dict[str, Any]:
+def build_producer(encoder_settings: dict[str, Any]) -> dict[str, Any]:
+    """The manifest's `producer`: settings, versions and the fingerprints of both."""
     fingerprint = manifests.encoder_fingerprint(encoder_settings)
     versions = library_versions()
     return {

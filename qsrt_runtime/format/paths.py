@@ -127,6 +127,15 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
+def make_folder(folder: Path) -> list[Path]:
+    """Make a folder and those above it, durably. Returns the new ones, the deepest first."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in made:
+        sync_folder(path.parent)
+    return made
+
+
 def sync_folder(folder: Path) -> None:
     """Make renames in a folder durable."""
     descriptor = os.open(folder, os.O_RDONLY)

@@ -344,18 +344,6 @@ def test_a_failure_in_the_middle_changes_nothing(
     assert contents(source) == before
 
 
-def test_a_failure_before_the_seal_changes_nothing(
-    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(_folder: Path) -> None:
-        raise OSError("no space left")
-
-    monkeypatch.setattr(job, "seal", fail)
-    with pytest.raises(OSError, match="no space left"):
-        convert(small, tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_too_small_a_disk_is_seen_first(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -391,11 +379,11 @@ def test_a_package_is_no_source(clean_package: Path, tmp_path: Path) -> None:
 
 def test_describe_names_what_matters(clean_checkpoint: Path, tmp_path: Path) -> None:
     prepared = job.prepare(clean_checkpoint, tmp_path / "out", FAST)
-    text = job.describe(prepared.plan)
+    text = plan.describe(prepared.plan)
     for part in (str(clean_checkpoint), str(tmp_path / "out"), "2 layers (0..1) x 4", "786,432"):
         assert part in text
     assert "not carried" not in text
-    assert "not carried x.py" in job.describe(prepared.plan | {"left_out_files": ["x.py"]})
+    assert "not carried x.py" in plan.describe(prepared.plan | {"left_out_files": ["x.py"]})
 
 
 def test_a_source_that_changes_during_the_run_is_refused(
@@ -428,3 +416,24 @@ def test_a_source_that_changes_before_the_run_is_refused(
     with pytest.raises(FormatError, match="model changed since it was opened"):
         job.run(prepared, show_progress=False)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_the_worst_experts_are_listed() -> None:
+    def entry(expert: int, *errors: float) -> dict:
+        nmse = dict(zip(("w1", "w3", "w2"), errors, strict=True))
+        return {"expert": expert, "mode13": "R0", "mode2": "R1", "nmse": nmse}
+
+    evidence = {
+        3: {"experts": [entry(0, 0.01, 0.01, 0.01), entry(1, 0.02, 0.5, 0.02)]},
+        12: {"experts": [entry(e, 0.03, 0.02, 0.1 - e / 100) for e in range(5)]},
+    }
+    title, columns, *rows = job.describe_worst(evidence).splitlines()
+    assert title == "worst experts"
+    assert columns.split() == ["layer", "expert", "modes", "NMSE", "w1", "w3", "w2"]
+    assert [row.split() for row in rows] == [
+        ["3", "1", "R0", "R1", "0.02000", "0.50000", "0.02000"],
+        *(
+            ["12", str(e), "R0", "R1", "0.03000", "0.02000", f"{0.1 - e / 100:.5f}"]
+            for e in range(4)
+        ),
+    ]

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from qsrt_pack.output import check_output, replacing
+from qsrt_pack.output import check_output, discard, replacing, state_file
+from qsrt_runtime.format import paths
 from qsrt_runtime.format.errors import FormatError
 
 
@@ -224,3 +225,102 @@ def test_a_failure_leaves_no_folder_above_the_output(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="full"), replacing(tmp_path / "a/b/out", overwrite=False):
         raise OSError("full")
     assert names(tmp_path) == []
+
+
+def test_resumable_work_is_kept_while_there_is_a_state(tmp_path: Path) -> None:
+    out = tmp_path / "a" / "out"
+    with (
+        pytest.raises(OSError, match="full"),
+        replacing(out, overwrite=False, resumable=True) as folder,
+    ):
+        fill(folder, "half")
+        state_file(out).write_text("{}")
+        raise OSError("full")
+    assert names(out.parent) == ["out.partial"]
+    with (
+        pytest.raises(FormatError, match="holds a conversion that was stopped"),
+        replacing(out, overwrite=False),
+    ):
+        raise AssertionError("entered")
+    with replacing(out, overwrite=False, resumable=True) as folder:
+        assert names(folder) == ["half"]
+        fill(folder, "whole")
+    assert names(out.parent) == ["out"]
+    assert names(out) == ["half", "whole"]
+
+
+def test_resumable_work_without_a_state_starts_empty(tmp_path: Path) -> None:
+    fill(fill(tmp_path / "out.partial", "lock", "state.json.partial") / "package", "half")
+    with replacing(tmp_path / "out", overwrite=False, resumable=True) as folder:
+        assert names(folder) == []
+        assert names(folder.parent) == ["lock", "package"]
+
+
+def test_a_failed_sync_takes_the_new_folder_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, real = fill(tmp_path / "out", "old"), paths.sync_folder
+
+    def sync(folder: Path) -> None:
+        if folder == tmp_path and (out / "new").exists():
+            raise OSError("no")
+        real(folder)
+
+    monkeypatch.setattr(paths, "sync_folder", sync)
+    with (
+        pytest.raises(OSError, match="no"),
+        replacing(out, overwrite=True, resumable=True) as folder,
+    ):
+        fill(folder, "new")
+        state_file(out).write_text("{}")
+    assert names(out) == ["old"]
+    assert names(tmp_path / "out.partial") == ["lock", "package", "state.json"]
+
+
+def test_what_was_moved_aside_is_never_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    out, real = fill(tmp_path / "out", "old"), Path.replace
+
+    def replace(self: Path, target: Path) -> Path:
+        if self.name in ("package", "old"):
+            raise OSError("no")
+        return real(self, target)
+
+    monkeypatch.setattr(Path, "replace", replace)
+    with pytest.raises(OSError, match="no"), replacing(out, overwrite=True) as folder:
+        fill(folder, "new")
+    assert names(tmp_path / "out.partial" / "old") == ["old"]
+    assert "could not be moved back" in caplog.text
+    monkeypatch.undo()
+    with pytest.raises(KeyError), replacing(out, overwrite=True):
+        assert names(out) == ["old"]
+        raise KeyError
+    assert names(tmp_path) == ["out"]
+
+
+def test_what_a_finished_output_has_beside_it_is_discarded(tmp_path: Path) -> None:
+    out = fill(tmp_path / "out", "new")
+    discard(out)
+    fill(fill(tmp_path / "out.partial", "lock", "state.json") / "old", "before")
+    discard(out)
+    assert names(tmp_path) == ["out"]
+    assert names(out) == ["new"]
+
+
+def test_work_in_use_is_seen_first(tmp_path: Path) -> None:
+    source, out = fill(tmp_path / "source"), tmp_path / "out"
+    with (
+        replacing(out, overwrite=False, resumable=True),
+        pytest.raises(FormatError, match="is in use: another process"),
+    ):
+        check_output(out, source, False, resumable=True)
+    check_output(out, source, True)
+
+
+def test_an_output_that_filled_before_the_work_began_is_kept(tmp_path: Path) -> None:
+    out = fill(tmp_path / "out", "theirs")
+    with pytest.raises(FormatError, match="out is not empty"), replacing(out, overwrite=False):
+        raise AssertionError("entered")
+    assert names(tmp_path) == ["out"]
+    assert names(out) == ["theirs"]

@@ -8,7 +8,7 @@ import pytest
 
 from qsrt_pack import plan as module
 from qsrt_pack.encode.expert import Settings
-from qsrt_pack.plan import encode_seconds, make_plan, memory_bytes, probe
+from qsrt_pack.plan import layer_seconds, make_plan, memory_bytes, probe
 from qsrt_pack.source.checkpoint import open_checkpoint
 from qsrt_pack.source.models import find_experts
 from qsrt_runtime.format import schema
@@ -94,15 +94,15 @@ def test_nothing_is_written(clean_checkpoint: Path, tmp_path: Path) -> None:
 
 def test_time_follows_from_speed_and_modes(clean_checkpoint: Path) -> None:
     experts = find_experts(open_checkpoint(clean_checkpoint))
-    weights = 2 * 4 * 3 * 128 * 256
+    weights = 4 * 3 * 128 * 256
     r0, both = (
-        encode_seconds(experts, replace(FAST, modes=modes), RATES) for modes in ("R0", "all")
+        layer_seconds(experts, replace(FAST, modes=modes), RATES) for modes in ("R0", "all")
     )
     assert both - r0 == pytest.approx(weights / RATES["fast"])  # one mode more
-    exact = encode_seconds(experts, Settings(), RATES)
+    exact = layer_seconds(experts, Settings(), RATES)
     assert exact > weights / RATES["exact"]
     rest = 2e-6 * weights  # rotating and packing do not depend on the search
-    twice = encode_seconds(experts, FAST, {"fast": 2 * RATES["fast"]})
+    twice = layer_seconds(experts, FAST, {"fast": 2 * RATES["fast"]})
     assert twice - rest == pytest.approx((r0 - rest) / 2)
 
 
@@ -117,3 +117,17 @@ def test_memory_grows_with_the_matrix_and_the_modes() -> None:
 def test_the_probe_measures() -> None:
     rates = [probe(method) for method in ("exact", "fast")]
     assert 0 < rates[0] < rates[1]
+
+
+def test_finished_layers_are_neither_written_nor_encoded(
+    clean_checkpoint: Path, tmp_path: Path, plan: dict
+) -> None:
+    checkpoint = open_checkpoint(clean_checkpoint)
+    experts = find_experts(checkpoint)
+    resumed = make_plan(checkpoint, experts, tmp_path / "out", FAST, "qsrt", finished=[1])
+    assert (plan["finished_layers"], resumed["finished_layers"]) == ([], [1])
+    assert resumed["seconds"] == pytest.approx(plan["seconds"] / 2)
+    assert plan["bytes_to_write"] == plan["bytes_out"] == resumed["bytes_out"]
+    assert plan["bytes_to_write"] - resumed["bytes_to_write"] == plan["layer_file_bytes"]
+    assert "finished    layers 1, by a run before" in module.describe(resumed)
+    assert "by a run before" not in module.describe(plan)
