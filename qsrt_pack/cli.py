@@ -193,6 +193,24 @@ def validate(show_progress: bool, package: Path, deep: bool, as_json: bool) -> N
         )
 
 
+@main.command("inspect")
+@click.argument("path", metavar="PACKAGE|FILE", type=LOCATION)
+@_json_option
+@click.pass_obj
+def inspect_command(show_progress: bool, path: Path, as_json: bool) -> None:
+    """Show what a package or a layer file holds.
+
+    Geometry, rate modes, bytes by kind, errors and origin, without reading the weights.
+    """
+    from qsrt_pack.inspect import describe, inspect
+
+    report = inspect(path, show_progress=show_progress)
+    if as_json:
+        _print_json(report)
+    else:
+        click.echo(describe(report))
+
+
 @main.command()
 @click.argument("package", type=LOCATION)
 @click.argument("out", type=LOCATION)

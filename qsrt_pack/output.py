@@ -76,7 +76,7 @@ def replacing(out: Path, *, overwrite: bool, resumable: bool = False) -> Iterato
                 raise
             _remove(work, out)
     finally:
-        for folder in made:
+        for folder in made[1:]:
             with suppress(OSError):  # it holds the output, or work to be continued
                 folder.rmdir()
 

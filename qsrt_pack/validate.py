@@ -40,7 +40,7 @@ def validate(path: Path, *, deep: bool = False, show_progress: bool = True) -> d
     geometry = package.geometry
     with bar("layers", len(package.layers) * geometry.experts, "experts", show_progress) as advance:
         for number in package.layers:
-            layer, evidence = _check_layer(package, number)
+            layer, evidence = read_checked_layer(package, number)
             if deep:
                 _decode_layer(layer, evidence, path / package.layer_name(number), advance)
     experts = len(package.layers) * geometry.experts
@@ -68,9 +68,15 @@ def bits_per_expert_weight(package: Package) -> float:
     return 8 * sum(entry["bytes"] for entry in entries) / weights
 
 
-def _check_layer(package: Package, number: int) -> tuple[Layer, dict[str, Any]]:
+def read_checked_layer(
+    package: Package, number: int, slots: range | None = None
+) -> tuple[Layer, dict[str, Any]]:
+    """A layer file, whole or a run of its slots, and its evidence, which fit each other.
+
+    The evidence is verified by digest, the layer file is not.
+    """
     path = package.path / package.layer_name(number)
-    layer = read_layer(path)  # its checksum has been verified
+    layer = read_layer(path, slots)
     manifests.check_layer(layer, number, package.documents, str(path))
     evidence = read_evidence(package, number)
     if package.documents.is_ours:

@@ -83,3 +83,8 @@ def test_profile_fruit_is_16_slots_and_96_atoms_and_kimi_96_slots() -> None:
     assert fruit["atoms_per_expert"]["const"] == 96
     kimi = _load("published-kimi-layer.schema.json")["properties"]["metadata"]["properties"]
     assert kimi["atom_slots"] == {"const": "96"}
+
+
+def test_reports_state_the_settings_of_the_manifest() -> None:
+    settings = _load("manifest.schema.json")["$defs"]["settings"]
+    assert _load("report.schema.json")["$defs"]["settings"] == settings

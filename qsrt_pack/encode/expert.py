@@ -24,6 +24,7 @@ from qsrt_runtime.format.rotation import rotate, rotate_rows, signs
 
 DECODE_TOLERANCE = 1e-6
 _SCALE_BITS = 3  # the rate at which the global scale is searched
+_SAMPLED = 3  # the global scale is searched on every third tile
 _FAR = 8  # binary orders of magnitude; weights of root mean square 0.005 have scales of 2**-8
 _TILES_PER_RECORD = RECORD // TILE
 
@@ -174,13 +175,13 @@ def scale_sample(rotated: torch.Tensor) -> torch.Tensor:
     All of them move the error of a matrix by less than 0.1%, and cost more than its encoding
     where it is small.
     """
-    return incoherence.scale_search_tiles(rotated)[::3]
+    return incoherence.scale_search_tiles(rotated)[::_SAMPLED]
 
 
 def scale_search_weights(inputs: int, outputs: int) -> tuple[int, int]:
     """Weights that the scale search of a matrix quantizes coarsely and finely."""
-    sample = scale_sample(torch.empty(inputs, outputs, device="meta"))
-    coarse, fine = incoherence.scale_search_count(len(sample))
+    sample = -(-incoherence.scale_search_tile_count(inputs, outputs) // _SAMPLED)
+    coarse, fine = incoherence.scale_search_count(sample)
     return coarse * tile.POSITIONS, fine * tile.POSITIONS
 
 

@@ -45,7 +45,7 @@ def scale_search_tiles(rotated: torch.Tensor) -> torch.Tensor:
     """
     grid = rotated.unflatten(1, (-1, TILE)).unflatten(0, (-1, TILE)).transpose(1, 2)
     rows, columns = grid.shape[:2]
-    steps = max(rows, columns)
+    steps, extremes = _scale_search_counts(rows, columns)
     diagonal = [
         (step % rows) * columns + (step + more) % columns
         for step in range(steps)
@@ -53,10 +53,21 @@ def scale_search_tiles(rotated: torch.Tensor) -> torch.Tensor:
     ]
     tiles = grid.flatten(0, 1)
     by_size = ordered_mean_square(tiles.flatten(1)).argsort(descending=True, stable=True)
-    count = max(8, steps * 3 // 16)
     diagonal = torch.tensor(diagonal, device=rotated.device)
-    chosen = torch.cat([diagonal, by_size[:count], by_size[-count:].flip(0)])
+    chosen = torch.cat([diagonal, by_size[:extremes], by_size[-extremes:].flip(0)])
     return to_trellis_order(tiles[chosen])
+
+
+def scale_search_tile_count(inputs: int, outputs: int) -> int:
+    """How many tiles scale_search_tiles chooses from a matrix [inputs, outputs]."""
+    steps, extremes = _scale_search_counts(inputs // TILE, outputs // TILE)
+    return 3 * steps + 2 * extremes
+
+
+def _scale_search_counts(rows: int, columns: int) -> tuple[int, int]:
+    """Steps of the diagonal, and tiles of highest (and of lowest) root mean square."""
+    steps = max(rows, columns)
+    return steps, min(max(8, steps * 3 // 16), rows * columns)
 
 
 def scale_search_count(tiles: int) -> tuple[int, int]:

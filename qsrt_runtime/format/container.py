@@ -190,6 +190,7 @@ def read_layer(path: Path, slots: range | None = None) -> Layer:
 
     Refuses, with FormatError, whatever the format does not allow: header, sections, codes,
     padding, scales that are not finite. An X4T expert is listed, and refused on use.
+    slots: range(0) reads header and sections alone; atoms is then [0, slot stride].
     """
     header = tensorfile.read_header(path)
     kind = header.metadata.get("schema")
@@ -198,7 +199,7 @@ def read_layer(path: Path, slots: range | None = None) -> Layer:
     view = _schema_view(header.metadata, header)
     schema.check(view, _SCHEMA_FILES[kind], str(path))
     geometry = _checked_geometry(header)
-    if slots is not None and (slots.step != 1 or not 0 <= slots.start < slots.stop):
+    if slots is not None and (slots.step != 1 or not 0 <= slots.start <= slots.stop):
         raise ValueError(f"{slots} is no run of slots")
     if slots is not None and slots.stop > geometry.slots:
         raise ValueError(f"{slots} ends past the layer's {geometry.slots} slots")

@@ -16,11 +16,12 @@ from click.testing import CliRunner, Result
 import qsrt_runtime
 from qsrt_pack import job, plan
 from qsrt_pack.cli import main
+from qsrt_pack.inspect import describe, inspect
 from qsrt_pack.validate import validate
 from qsrt_runtime.format import schema
 from qsrt_runtime.format.errors import FormatError
 
-COMMANDS = ("convert", "validate", "decode", "eval")
+COMMANDS = ("convert", "validate", "inspect", "decode", "eval")
 ROOT = Path(__file__).parents[2]
 
 
@@ -102,6 +103,9 @@ def test_help_loads_no_command() -> None:
         ("convert", "m", "--loader", "vllm"),
         ("convert", "m", "--no-such-option"),
         ("validate",),
+        ("inspect",),
+        ("inspect", "p", "extra"),
+        ("inspect", "p", "--deep"),
         ("decode", "p"),
         ("decode", "p", "o", "--dtype", "int8"),
         ("eval", "p", "--text", "t"),
@@ -122,6 +126,7 @@ def test_wrong_usage_is_exit_code_2(arguments: tuple[str, ...]) -> None:
     [
         ("convert", "none"),
         ("validate", "none"),
+        ("inspect", "none"),
         ("decode", "none", "out"),
         ("eval", "none", "--reference", "none", "--text", "none"),
     ],
@@ -228,15 +233,32 @@ def test_convert_and_all_that_follows(small: Path, tmp_path: Path) -> None:
     assert invoke("decode", out, dense, "--overwrite").exit_code == 0
 
 
+def test_inspect_prints_text_or_json(clean_package: Path, golden: Path) -> None:
+    for path in (clean_package, golden / "publication", golden / "kimi_layer.safetensors"):
+        report = inspect(path, show_progress=False)
+        result = invoke("inspect", path, "--json")
+        assert (result.exit_code, result.stderr) == (0, "")
+        assert json.loads(result.stdout) == report
+        result = invoke("inspect", path)
+        assert (result.exit_code, result.stdout) == (0, describe(report) + "\n")
+
+
+def test_inspect_of_what_it_cannot_read_is_one_line(clean_checkpoint: Path) -> None:
+    for path in (clean_checkpoint, clean_checkpoint / "config.json"):
+        result = invoke("inspect", path, "--json")
+        assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (1, "", 1)
+        assert result.stderr.startswith(f"Error: {path}")
+
+
 @pytest.mark.usefixtures("no_probe")
 def test_quiet_logs_nothing_and_shows_no_progress(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     shown, real = [], job.run
 
-    def run(prepared: job.Job, *, show_progress: bool) -> None:
+    def run(prepared: job.Job, *, show_progress: bool) -> job.Evidence:
         shown.append(show_progress)
-        real(prepared, show_progress=show_progress)
+        return real(prepared, show_progress=show_progress)
 
     monkeypatch.setattr(job, "run", run)
     arguments = ("convert", small, tmp_path / "out", "--search", "fast")

@@ -168,7 +168,41 @@ def test_slots_outside_the_share_are_not_looked_at(damaged_layer):
         container.read_layer(path, slots=range(7, 8))
 
 
-@pytest.mark.parametrize("slots", [range(6, 10), range(8, 9), range(-2, 3), range(0, 8, 2)])
+@pytest.mark.parametrize("slots", [range(0), range(3, 3), range(8, 8)])
+def test_no_slots(damaged_layer, slots):
+    whole = container.read_layer(damaged_layer())
+    # A scale that is not finite and padding that is not zero, both in the slab.
+    path = damaged_layer(flips={(ATOMS, 4800 - 1): 0x7E, (ATOMS, -1): 1})
+    found = container.read_layer(path, slots=slots)
+    assert (found.atoms.shape, found.atoms.dtype) == ((0, 12288), torch.uint8)
+    assert torch.equal(found.format_codes, whole.format_codes)
+    assert torch.equal(found.shared_scales, whole.shared_scales)
+
+
+@pytest.mark.parametrize(
+    ("flips", "message"),
+    [
+        ({(SECTION, 2): 1}, "_qsrt_format_section has padding"),
+        ({(SECTION, 1): 0x30}, "nibble 3"),
+        ({(SCALES, -1): 1}, "_qsrt_shared_scale_section has padding"),
+        ({(SCALES, 1): 0x7E}, "scale that is not finite"),
+    ],
+)
+def test_sections_are_checked_without_slots(damaged_layer, flips, message):
+    with pytest.raises(FormatError, match=message):
+        container.read_layer(damaged_layer(flips=flips), slots=range(0))
+
+
+def test_a_slab_cut_short_is_seen_without_slots(tiny_layer, tmp_path):
+    (tmp_path / "layer").write_bytes(tiny_layer[:-1])
+    with pytest.raises(FormatError, match="truncated"):
+        container.read_layer(tmp_path / "layer", slots=range(0))
+
+
+@pytest.mark.parametrize(
+    "slots",
+    [range(6, 10), range(8, 9), range(-2, 3), range(0, 8, 2), range(9, 9), range(3, 1)],
+)
 def test_slots_that_are_not_there(damaged_layer, slots):
     with pytest.raises(ValueError, match="slots"):
         container.read_layer(damaged_layer(), slots=slots)
