@@ -7,13 +7,12 @@ failure leaves what stood there before, and the finished layers beside it for th
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from qsrt_pack.assemble.layer import expert_evidence, layer_evidence
+from qsrt_pack.assemble.layer import expert_evidence, layer_evidence, worst_experts
 from qsrt_pack.assemble.package import (
     GIT_ATTRIBUTES,
     build_config,
@@ -23,7 +22,14 @@ from qsrt_pack.assemble.package import (
 )
 from qsrt_pack.assemble.shards import file_pieces, write_shards
 from qsrt_pack.encode.expert import Settings, encode_expert
-from qsrt_pack.output import check_output, discard, replacing, state_file
+from qsrt_pack.output import (
+    check_output,
+    discard,
+    leftover_bytes,
+    new_folder,
+    replacing,
+    state_file,
+)
 from qsrt_pack.plan import make_plan
 from qsrt_pack.progress import bar
 from qsrt_pack.source.checkpoint import (
@@ -36,7 +42,7 @@ from qsrt_pack.source.checkpoint import (
 )
 from qsrt_pack.source.dtypes import to_float32
 from qsrt_pack.source.models import RoutedExperts, carried_tensors, find_experts
-from qsrt_pack.state import State, check_same, read_state, write_state
+from qsrt_pack.state import State, changes, check_same, read_state, write_state
 from qsrt_runtime.format import manifest as manifests
 from qsrt_runtime.format import paths, schema
 from qsrt_runtime.format.container import LayerWriter
@@ -82,19 +88,19 @@ def prepare(
     """Check source and output and make the plan; writes nothing. FormatError on any doubt."""
     checkpoint = open_checkpoint(source)
     stamp = source_stamp(checkpoint)
+    if open_checkpoint(source) != checkpoint:  # not what the stamp is of
+        raise _changed(checkpoint)
     experts = find_experts(checkpoint)
     config_path = str(checkpoint.path / manifests.CONFIG)
     manifests.check_config(checkpoint.config, experts.geometry, experts.topk, config_path)
     complete = not overwrite and _is_result(out, checkpoint, settings, loader)
     check_output(out, checkpoint.path, overwrite or complete, resumable=True)
-    state = None if complete else read_state(state_file(out))
-    if state is not None:
-        check_same(state, _new_state(settings, {}), state_file(out))
-    finished = experts.layers if complete else state.layers if state else ()
+    finished = experts.layers if complete else _claimed_layers(out, settings)
     plan = make_plan(checkpoint, experts, out, settings, loader, finished)
-    free, need = plan["free_disk_bytes"], plan["bytes_to_write"]
+    left = leftover_bytes(out, _layer_files(finished))
+    free, need = plan["free_disk_bytes"] + left, plan["bytes_to_write"]
     if free < need and not complete:
-        raise FormatError(f"{out.parent} has {free:,} bytes free, the package takes {need:,}")
+        raise FormatError(f"{out.parent} has {free:,} bytes free, {need:,} are to be written")
     return Job(checkpoint, experts, out, settings, loader, overwrite, plan, stamp, complete)
 
 
@@ -106,19 +112,41 @@ def run(job: Job, *, show_progress: bool = True) -> Evidence:
     """
     if job.complete:
         return _confirm(job, show_progress)
-    with replacing(job.out, overwrite=job.overwrite, resumable=True) as folder:
-        _check_unchanged(job)
-        state = _open_state(job, show_progress)
-        with _kept_layers_noted(job, state):
-            source_sha256 = schema.digest(state.source)
+    state = None
+    try:
+        with replacing(job.out, overwrite=job.overwrite, resumable=True) as folder:
+            _check_unchanged(job)
+            state = _open_state(job, show_progress)
             evidence = _read_finished_layers(job, folder, state, show_progress)
-            _remove_all_but(folder, evidence)
+            _remove_all_but(folder, _layer_files(evidence))
             _write_layers(job, folder, state, evidence, show_progress)
-            _write_documents(job, folder, source_sha256, evidence)
+            _write_documents(job, folder, schema.digest(state.source), evidence)
             _check_unchanged(job)
             seal(folder)
             check_base(open_package(folder))
+    except BaseException as error:
+        if state is not None and state.layers:
+            error.add_note(
+                f"{len(state.layers)} of {len(job.experts.layers)} layers are finished and kept "
+                f"in {state_file(job.out).parent}; the same command continues"
+            )
+        raise
     return evidence
+
+
+def _claimed_layers(out: Path, settings: Settings) -> list[int]:
+    """The layers that a stopped run says it has finished; FormatError for one of other settings."""
+    path = state_file(out)
+    state = read_state(path)
+    if state is None:
+        return []
+    check_same(state, _new_state(settings, {}), path)
+    return [n for n in state.layers if (new_folder(out) / manifests.layer_file_name(n)).exists()]
+
+
+def _layer_files(layers: Iterable[int]) -> set[str]:
+    names = (manifests.evidence_file_name, manifests.layer_file_name)
+    return {name(layer) for layer in layers for name in names}
 
 
 def _is_result(out: Path, checkpoint: Checkpoint, settings: Settings, loader: str) -> bool:
@@ -136,8 +164,12 @@ def _is_result(out: Path, checkpoint: Checkpoint, settings: Settings, loader: st
 def _confirm(job: Job, show_progress: bool) -> Evidence:
     """Check that a complete output is this conversion's, and whole."""
     package = open_package(job.out)
-    source_sha256 = schema.digest(_hash_source(job, show_progress))
-    if source_sha256 != package.documents.manifest["source"]["source_sha256"]:
+    source = _hash_source(job, show_progress)
+    folder = job.checkpoint.path
+    sides = {name: paths.sha256_file(folder / name) for name in job.checkpoint.carried}
+    found = {name: package.digests[name] for name in package.side_files}
+    stated = package.documents.manifest["source"]["source_sha256"]
+    if schema.digest(source) != stated or sides != found:
         raise FormatError(
             f"{job.out} is the package of another source; choose another or give --overwrite to "
             "replace it"
@@ -147,7 +179,9 @@ def _confirm(job: Job, show_progress: bool) -> Evidence:
         for name in package.digests:
             verify_file(package, name, advance)
     check_base(package)
-    discard(job.out)
+    state = read_state(state_file(job.out))
+    if state is None or not changes(state, _new_state(job.settings, source)):
+        discard(job.out)
     return {layer: read_evidence(package, layer) for layer in package.layers}
 
 
@@ -157,7 +191,11 @@ def _new_state(settings: Settings, source: dict[str, str]) -> State:
 
 def _check_unchanged(job: Job) -> None:
     if source_stamp(job.checkpoint) != job.stamp:
-        raise FormatError(f"{job.checkpoint.path} changed since it was opened; convert it again")
+        raise _changed(job.checkpoint)
+
+
+def _changed(checkpoint: Checkpoint) -> FormatError:
+    return FormatError(f"{checkpoint.path} changed since it was opened; convert it again")
 
 
 def _hash_source(job: Job, show_progress: bool) -> dict[str, str]:
@@ -178,20 +216,6 @@ def _open_state(job: Job, show_progress: bool) -> State:
             check_finite(job.checkpoint, name)
             advance(1)
     return state
-
-
-@contextmanager
-def _kept_layers_noted(job: Job, state: State) -> Iterator[None]:
-    """Let the error of a failing block say what is kept."""
-    try:
-        yield
-    except BaseException as error:
-        if state.layers:
-            error.add_note(
-                f"{len(state.layers)} of {len(job.experts.layers)} layers are finished and kept "
-                f"in {state_file(job.out).parent}; the same command continues"
-            )
-        raise
 
 
 def _read_finished_layers(job: Job, folder: Path, state: State, show_progress: bool) -> Evidence:
@@ -223,10 +247,8 @@ def _read_finished(
     return evidence
 
 
-def _remove_all_but(folder: Path, layers: Iterable[int]) -> None:
+def _remove_all_but(folder: Path, kept: set[str]) -> None:
     """Remove what a stopped run left besides finished layers; all of it is made again."""
-    names = (manifests.evidence_file_name, manifests.layer_file_name)
-    kept = {name(layer) for layer in layers for name in names}
     for path in folder.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -247,9 +269,10 @@ def _write_layers(
             start = time.perf_counter()
             evidence[layer] = _write_layer(job, folder, layer, source_sha256, advance)
             _check_unchanged(job)  # or the next run would take this layer for the old source's
-            path = folder / manifests.evidence_file_name(layer)
-            state.layers[layer] = paths.sha256_file(path)
-            write_state(state_file(job.out), state)
+            digest = paths.sha256_file(folder / manifests.evidence_file_name(layer))
+            layers = {**state.layers, layer: digest}
+            write_state(state_file(job.out), replace(state, layers=layers))
+            state.layers[layer] = digest
             _report_layer(layer, evidence[layer]["experts"], time.perf_counter() - start)
 
 
@@ -351,10 +374,8 @@ def _write_base(job: Job, folder: Path) -> str:
 
 def describe_worst(evidence: Evidence) -> str:
     """A table of the experts with the largest weight error of any matrix."""
-    experts = [(layer, e) for layer, document in evidence.items() for e in document["experts"]]
-    experts.sort(key=lambda item: (-max(item[1]["nmse"].values()), item[0], item[1]["expert"]))
     lines = [f"{'layer':>5} {'expert':>6}  modes   {'NMSE w1':>9} {'w3':>9} {'w2':>9}"]
-    for layer, entry in experts[:_WORST_SHOWN]:
+    for layer, entry in worst_experts(evidence, _WORST_SHOWN):
         errors = " ".join(f"{entry['nmse'][matrix]:9.5f}" for matrix in ("w1", "w3", "w2"))
         modes = f"{entry['mode13']} {entry['mode2']}"
         lines.append(f"{layer:5} {entry['expert']:6}  {modes}   {errors}")

@@ -9,7 +9,8 @@ import fcntl
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from qsrt_runtime.format.errors import FormatError
 
 _LOCK, _NEW, _OLD, _STATE = "lock", "package", "old", "state.json"
 _STATE_PARTIAL = paths.partial_name(Path(_STATE)).name
+_LOCK_TRIES = 5  # 0.2 s, since a look at the lock takes it for a moment
 _log = logging.getLogger(__name__)
 
 
@@ -26,10 +28,16 @@ def state_file(out: Path) -> Path:
     return paths.partial_name(out) / _STATE
 
 
+def new_folder(out: Path) -> Path:
+    """Where the folder that is to take out's place is made."""
+    return paths.partial_name(out) / _NEW
+
+
 def check_output(out: Path, source: Path, overwrite: bool, *, resumable: bool = False) -> None:
     """Refuse an output that would lose something: the source, or content without `overwrite`.
 
-    resumable: work that was stopped may be waiting there to be continued.
+    Puts back what a killed run had moved aside. resumable: work that was stopped may be waiting
+    there to be continued.
     """
     target, source = out.resolve(), source.resolve()
     for place in (target, paths.partial_name(target)):
@@ -46,8 +54,22 @@ def check_output(out: Path, source: Path, overwrite: bool, *, resumable: bool = 
         raise FormatError(f"{parent} cannot be written; name another folder for the output")
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise FormatError(f"{out} exists and is not a folder; choose another")
+    if out.is_mount():
+        raise FormatError(f"{out} is a mount point; name a folder in it")
+    work = paths.partial_name(out)
+    _check_work(work)
+    if (work / _LOCK).exists():
+        with _locked(work):
+            _put_back(work, out)
+            _check_resumable(work, resumable)
     _check_content(out, overwrite)
-    _check_work(paths.partial_name(out), resumable)
+
+
+def leftover_bytes(out: Path, kept: Collection[str]) -> int:
+    """Bytes that a stopped run left in the new folder, less the files of the names kept."""
+    folder = new_folder(out)
+    files = paths.files_below(folder) if folder.is_dir() else []
+    return sum((folder / name).lstat().st_size for name in files if name not in kept)
 
 
 @contextmanager
@@ -59,10 +81,11 @@ def replacing(out: Path, *, overwrite: bool, resumable: bool = False) -> Iterato
     vanishes unless there is a state file. Another process that writes the same output is refused.
     """
     work = paths.partial_name(out)
-    _check_work(work, resumable)
+    _check_work(work)
     made = paths.make_folder(work)
     try:
         with _locked(work):
+            _check_resumable(work, resumable)
             try:
                 _restore(work, out)
                 _check_content(out, overwrite)
@@ -85,7 +108,7 @@ def discard(out: Path) -> None:
     """Remove what a run that was killed after its last step left beside a finished output."""
     work = paths.partial_name(out)
     if work.exists():
-        _check_work(work, resumable=True)
+        _check_work(work)
         with _locked(work):
             _remove(work, out)
 
@@ -95,8 +118,8 @@ def _check_content(out: Path, overwrite: bool) -> None:
         raise FormatError(f"{out} is not empty; choose another or give --overwrite to replace it")
 
 
-def _check_work(work: Path, resumable: bool) -> None:
-    """Refuse a folder of the work's name that this module did not make, or that is in use."""
+def _check_work(work: Path) -> None:
+    """Refuse a folder of the work's name that this module did not make."""
     if not work.is_symlink() and not work.exists():
         return
     folder = work.is_dir() and not work.is_symlink()
@@ -105,10 +128,10 @@ def _check_work(work: Path, resumable: bool) -> None:
     ours = not names or (_LOCK in names and names <= known)
     if not folder or not ours or any((work / name).is_symlink() for name in names):
         raise FormatError(f"{work} is in the way, where the work is done; move it")
-    if names:
-        with _locked(work):
-            pass
-    if _STATE in names and not resumable:
+
+
+def _check_resumable(work: Path, resumable: bool) -> None:
+    if not resumable and (work / _STATE).exists():
         raise FormatError(
             f"{work} holds a conversion that was stopped; finish it, or delete that folder"
         )
@@ -117,25 +140,42 @@ def _check_work(work: Path, resumable: bool) -> None:
 @contextmanager
 def _locked(work: Path) -> Iterator[None]:
     """Hold the lock, which the system drops when the process ends, however it ends."""
+    busy = FormatError(f"{work} is in use: another process writes the same output")
     path = work / _LOCK
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            held = path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())
-        except BlockingIOError:
-            held = False
-        if not held:  # taken, or removed by its owner a moment ago
-            raise FormatError(f"{work} is in use: another process writes the same output")
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    except FileNotFoundError:  # removed by its owner a moment ago
+        raise busy from None
+    try:
+        for attempt in range(_LOCK_TRIES):
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if attempt == _LOCK_TRIES - 1:
+                    raise busy from None
+                time.sleep(0.05)
+        if not (path.exists() and os.path.samestat(os.fstat(descriptor), path.stat())):
+            raise busy
         yield
     finally:
         os.close(descriptor)
 
 
+def _put_back(work: Path, out: Path) -> None:
+    """Put back what a killed process had moved aside and not replaced."""
+    old = work / _OLD
+    replaced = out.exists() and not (work / _NEW).exists()
+    if not old.exists() or replaced:
+        return
+    if out.exists() and any(out.iterdir()):
+        raise FormatError(f"{old} holds what stood at {out} before; move one of them")
+    old.replace(out)
+
+
 def _restore(work: Path, out: Path) -> None:
-    """Put back what a killed process had moved aside, and clear away what cannot be continued."""
-    if (work / _OLD).exists() and not out.exists():
-        (work / _OLD).replace(out)
+    """Clear away what a killed process left and what cannot be continued."""
+    _put_back(work, out)
     (work / _STATE_PARTIAL).unlink(missing_ok=True)
     names = (_OLD,) if (work / _STATE).exists() else (_OLD, _NEW)
     for name in names:

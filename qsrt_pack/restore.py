@@ -172,11 +172,7 @@ def _specs(dense: DensePackage, kind: str) -> dict[str, Spec]:
 
 def _copy_side_files(package: Package, folder: Path) -> None:
     """Copy what is neither weights nor a document of the package."""
-    own = {manifests.MANIFEST, manifests.CONFIG, manifests.INDEX, ".gitattributes"}
-    own |= {package.layer_name(n) for n in package.layers}
-    own |= {package.evidence_name(n) for n in package.layers}
-    own |= set(package.documents.index["weight_map"].values())
-    for name in sorted(set(package.digests) - own):
+    for name in package.side_files:
         verify_file(package, name)
         source, target = package.path / name, folder / name
         paths.make_folder(target.parent)

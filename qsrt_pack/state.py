@@ -7,6 +7,8 @@ from typing import Any
 from qsrt_runtime.format import paths, schema
 from qsrt_runtime.format.errors import FormatError
 
+_SHOWN = 3  # changes named in a message
+
 
 @dataclass(frozen=True)
 class State:
@@ -48,22 +50,28 @@ def write_state(path: Path, state: State) -> None:
     paths.write_file(path, schema.dump(value))
 
 
-def check_same(state: State, now: State, path: Path) -> None:
-    """Refuse to continue from other input; a source not yet hashed, {}, is not compared."""
+def changes(state: State, now: State) -> list[str]:
+    """What decides bytes and is not as it was; a source not yet hashed, {}, is not compared."""
     pairs = [("setting", state.encoder_settings, now.encoder_settings)]
     pairs += [("version of", state.versions, now.versions)]
     pairs += [("source file", state.source, now.source)] if now.source else []
-    changes = [
+    return [
         f"{title} {key} was {_short(before.get(key))} and is {_short(after.get(key))}"
         for title, before, after in pairs
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key)
     ]
-    if changes:
+
+
+def check_same(state: State, now: State, path: Path) -> None:
+    """Refuse to continue from other input."""
+    found = changes(state, now)
+    if found:
+        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         raise FormatError(
-            f"{path.parent} holds {len(state.layers)} finished layers of another conversion: "
-            f"{'; '.join(changes)}. Convert as it was to continue, or delete that folder to "
-            "start over"
+            f"{path.parent} holds {len(state.layers)} finished layer(s) of another conversion: "
+            f"{'; '.join(found[:_SHOWN])}{more}. Convert as it was to continue, or delete that "
+            "folder to start over"
         )
 
 

@@ -58,3 +58,13 @@ def layer_evidence(
     }
     schema.check(evidence, "evidence", manifests.evidence_file_name(written.layer))
     return evidence
+
+
+def worst_experts(evidence: dict[int, dict[str, Any]], count: int) -> list[tuple[int, Any]]:
+    """(layer, entry) of the experts with the largest weight error of any matrix, worst first.
+
+    evidence: the evidence document of each layer.
+    """
+    experts = [(layer, e) for layer, document in evidence.items() for e in document["experts"]]
+    experts.sort(key=lambda item: (-max(item[1]["nmse"].values()), item[0], item[1]["expert"]))
+    return experts[:count]

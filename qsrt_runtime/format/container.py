@@ -163,8 +163,11 @@ class LayerWriter:
                 with paths.naming(self._partial):
                     self._finish()
         finally:
-            self._file.close()
-            self._partial.unlink(missing_ok=True)
+            try:
+                with paths.naming(self._partial):
+                    self._file.close()  # which writes what it still holds
+            finally:
+                self._partial.unlink(missing_ok=True)
 
     @property
     def _slab_offset(self) -> int:

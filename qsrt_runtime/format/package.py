@@ -48,6 +48,15 @@ class Package:
         """What decided the bytes of the layer files; stated by our own packages."""
         return self.documents.manifest["producer"]["encoder"]["settings"]
 
+    @property
+    def side_files(self) -> list[str]:
+        """Listed files that are neither weights nor a document of the format."""
+        own = {MANIFEST, CONFIG, INDEX, ".gitattributes"}
+        own |= {self.layer_name(n) for n in self.layers}
+        own |= {self.evidence_name(n) for n in self.layers}
+        own |= set(self.documents.index["weight_map"].values())
+        return sorted(set(self.digests) - own)
+
     def layer_name(self, layer: int) -> str:
         """The listed name of a layer file."""
         return self.documents.manifest["layers"][str(layer)]["qsrt_atoms"]

@@ -9,6 +9,7 @@ undisturbed run makes, to the byte. Exits 1 if anything else is found.
 """
 
 import argparse
+import itertools
 import json
 import os
 import random
@@ -27,8 +28,8 @@ sys.path.insert(0, str(HERE.parent))
 
 import checkpoints  # noqa: E402
 
-FAULTS = ("kill", "power", "eio", "full", "torn")
-OUTCOMES = {0: "no effect on the run", 1: "clean error", -9: "killed"}
+FAULTS = ("kill", "power", "torn", "eio", "full", "interrupt")
+OUTCOMES = {0: "no effect on the run", 1: "clean error", -9: "killed", 130: "interrupted"}
 Tree = dict[str, bytes]
 
 
@@ -163,12 +164,25 @@ def all_points(model: Path, room: Path, scenarios: list[Scenario]) -> list[Point
     return points
 
 
+def _spread(points: list[Point], count: int) -> list[Point]:
+    """As many points of every scenario and fault; of these, evenly over the operations."""
+    groups: dict[tuple, list[Point]] = {}
+    for point in points:
+        groups.setdefault((point.scenario.name, point.fault), []).append(point)
+    generator, chosen = random.Random(0), []
+    for place, group in enumerate(groups.values()):
+        size = count // len(groups) + (place < count % len(groups))
+        bounds = [len(group) * i // size for i in range(size + 1)]
+        chosen += [generator.choice(group[a:b]) for a, b in itertools.pairwise(bounds) if a < b]
+    return chosen
+
+
 def run(room: Path, count: int, jobs: int) -> tuple[Counter, list[str], int]:
     """Try `count` points spread evenly over all: (outcomes by fault, what is wrong, all)."""
     model, wanted, scenarios = prepare(room)
     points = all_points(model, room, scenarios)
     source = tree(model)
-    chosen = random.Random(0).sample(points, min(count, len(points)))
+    chosen = _spread(points, min(count, len(points)))
     outcomes: Counter = Counter()
     wrong = []
     with ThreadPoolExecutor(jobs) as pool:

@@ -360,3 +360,25 @@ cli.main(["validate", "x"])
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+def test_pk_6a_of_two_converters_one_works(clean_checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "qsrt_pack", "convert", clean_checkpoint, out]
+    first, second = (
+        subprocess.Popen(
+            [*map(str, command)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )
+        for _ in range(2)
+    )
+    messages = [process.communicate(timeout=300)[1] for process in (first, second)]
+    codes = [process.returncode for process in (first, second)]
+    assert sorted(codes) == [0, 1]
+    loser = messages[codes.index(1)]
+    assert "is in use: another process writes the same output" in loser.splitlines()[-1]
+    assert "Traceback" not in loser
+    validate(out, show_progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -1,6 +1,8 @@
+import fcntl
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -324,3 +326,52 @@ def test_an_output_that_filled_before_the_work_began_is_kept(tmp_path: Path) -> 
         raise AssertionError("entered")
     assert names(tmp_path) == ["out"]
     assert names(out) == ["theirs"]
+
+
+def test_a_mount_point_is_seen_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = fill(tmp_path / "out")
+    monkeypatch.setattr(Path, "is_mount", lambda path: path == out)
+    with pytest.raises(FormatError, match="out is a mount point; name a folder in it"):
+        check_output(out, fill(tmp_path / "source"), False)
+
+
+def test_a_short_look_at_the_lock_refuses_nobody(tmp_path: Path) -> None:
+    work = fill(tmp_path / "out.partial", "lock")
+    with (work / "lock").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        timer = threading.Timer(0.08, fcntl.flock, (file, fcntl.LOCK_UN))
+        timer.start()
+        with replacing(tmp_path / "out", overwrite=False) as folder:
+            fill(folder, "new")
+        timer.join()
+    assert names(tmp_path) == ["out"]
+
+
+def test_a_lock_that_its_owner_removes_is_no_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = fill(tmp_path / "out.partial", "lock")
+    real = fcntl.flock
+
+    def flock(descriptor: int, operation: int) -> None:
+        (work / "lock").unlink()
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(FormatError, match="is in use"), replacing(tmp_path / "out", overwrite=True):
+        raise AssertionError("entered")
+
+
+def test_renames_are_synced_before_the_work_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, real = [], paths.sync_folder
+
+    def sync(folder: Path) -> None:
+        seen.append((folder, (tmp_path / "out" / "new").exists()))
+        real(folder)
+
+    monkeypatch.setattr(paths, "sync_folder", sync)
+    with replacing(tmp_path / "out", overwrite=False) as folder:
+        fill(folder, "new")
+    assert seen[-2:] == [(tmp_path, True), (tmp_path / "out.partial", True)]

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from checkpoints import edit_json
@@ -136,7 +137,7 @@ def test_cv_7b_a_changed_shard_is_named(stopped: Path, checkpoint: Path, encoded
     message = str(caught.value)
     assert f"source file {shard.name} was " in message
     assert "model-00001" not in message
-    assert f"{stopped.parent / 'out.partial'} holds 1 finished layers" in message
+    assert f"{stopped.parent / 'out.partial'} holds 1 finished layer(s)" in message
     assert "delete that folder to start over" in message
     assert not hasattr(caught.value, "__notes__")
     assert contents(stopped.parent / "out.partial") == before
@@ -327,3 +328,115 @@ def test_decoding_does_not_touch_a_stopped_conversion(stopped: Path, clean_packa
     with pytest.raises(FormatError, match="holds a conversion that was stopped"):
         decode_package(clean_package, stopped, show_progress=False)
     assert contents(stopped.parent) == before
+
+
+def kill_between_renames(source: Path, out: Path) -> None:
+    """Leave what a run leaves that is killed when it has moved the old output aside."""
+    (out / "precious").parent.mkdir(exist_ok=True)
+    (out / "precious").write_text("kept")
+    stop(source, out, EXPERTS, KeyboardInterrupt(), overwrite=True)
+    out.rename(out.parent / "out.partial" / "old")
+
+
+@pytest.mark.parametrize("settings", [FAST, Settings(search="fast", seed=1)])
+def test_what_was_moved_aside_is_back_before_anything_is_refused(
+    clean_checkpoint: Path, tmp_path: Path, settings: Settings
+) -> None:
+    out = tmp_path / "out"
+    kill_between_renames(clean_checkpoint, out)
+    with pytest.raises(FormatError, match=r"is not empty|seed was 0"):
+        job.prepare(clean_checkpoint, out, settings, overwrite=settings.seed == 1)
+    assert contents(out) == {"precious": b"kept"}
+
+
+def test_what_was_moved_aside_outlives_a_folder_made_in_its_place(
+    clean_checkpoint: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    kill_between_renames(clean_checkpoint, out)
+    out.mkdir()
+    stop(clean_checkpoint, out, 1, KeyboardInterrupt(), overwrite=True)
+    assert contents(out) == {"precious": b"kept"}
+    out.rename(tmp_path / "out.partial" / "old")
+    out.mkdir()
+    (out / "other").write_text("x")
+    with pytest.raises(FormatError, match=r"old holds what stood at .* before; move one of them"):
+        job.prepare(clean_checkpoint, out, FAST, overwrite=True)
+
+
+def test_a_complete_output_leaves_other_stopped_work_alone(
+    package: Path, clean_checkpoint: Path
+) -> None:
+    other = Settings(search="fast", seed=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job, "seal", lambda _folder: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            convert(clean_checkpoint, package, other, overwrite=True)
+    convert(clean_checkpoint, package)
+    state = package.parent / f"{package.name}.partial" / "state.json"
+    assert list(json.loads(state.read_text())["layers"]) == ["0", "1"]
+
+
+def test_a_complete_output_with_other_side_files_is_refused(
+    package: Path, checkpoint: Path
+) -> None:
+    (checkpoint / "tokenizer.json").write_text("{}")
+    with pytest.raises(FormatError, match="is the package of another source"):
+        convert(checkpoint, package)
+
+
+def test_what_the_run_would_clear_away_counts_as_free(
+    stopped: Path, clean_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need = job.prepare(clean_checkpoint, stopped, FAST).plan["bytes_to_write"]
+    package = stopped.parent / "out.partial" / "package"
+    (package / "model-00001-of-00001.safetensors").write_bytes(bytes(need))
+    disk = SimpleNamespace(free=0)
+    monkeypatch.setattr(plan.shutil, "disk_usage", lambda _path: disk)
+    job.prepare(clean_checkpoint, stopped, FAST)
+    (package / "model-00001-of-00001.safetensors").write_bytes(bytes(need - 1))
+    with pytest.raises(FormatError, match=f"{need - 1:,} bytes free, {need:,} are to be written"):
+        job.prepare(clean_checkpoint, stopped, FAST)
+
+
+def test_a_layer_that_could_not_be_recorded_is_not_said_to_be_kept(
+    clean_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_arguments: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(job, "write_state", fail)
+    with pytest.raises(OSError, match="no space left") as caught:
+        convert(clean_checkpoint, tmp_path / "out")
+    assert not hasattr(caught.value, "__notes__")
+    assert names(tmp_path) == []
+
+
+def test_only_layers_that_are_there_count_as_finished(
+    stopped: Path, clean_checkpoint: Path
+) -> None:
+    shutil.rmtree(stopped.parent / "out.partial" / "package")
+    assert job.prepare(clean_checkpoint, stopped, FAST).plan["finished_layers"] == []
+
+
+def test_many_changes_make_a_short_message(stopped: Path, clean_checkpoint: Path) -> None:
+    state = stopped.parent / "out.partial" / "state.json"
+    edit_json(state, lambda v: v["encoder_settings"].update({f"x{i}": i for i in range(100)}))
+    with pytest.raises(FormatError, match=r"x0 was 0 .* and 97 more\. Convert") as caught:
+        job.prepare(clean_checkpoint, stopped, FAST)
+    assert len(str(caught.value)) < 500
+
+
+def test_a_source_that_changes_while_it_is_opened_is_refused(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = job.open_checkpoint
+
+    def opened(path: Path) -> object:
+        found = real(path)
+        edit_json(checkpoint / "config.json", lambda v: v.update(rope_theta=5.0))
+        return found
+
+    monkeypatch.setattr(job, "open_checkpoint", opened)
+    with pytest.raises(FormatError, match="changed since it was opened"):
+        job.prepare(checkpoint, tmp_path / "out", FAST)

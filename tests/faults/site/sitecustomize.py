@@ -7,7 +7,7 @@ one line for each; `point`, the operation at which the fault strikes (from 1; 0 
 kill: the process is killed before the operation.   torn: half of a write reaches the file, then
 the process is killed.   power: what was not synced is lost (file contents, renames), then the
 process is killed.   eio: the operation fails once.   full: half of a write reaches the file, and
-no later write succeeds.
+no later write succeeds, nor does closing the file.   interrupt: as Ctrl-C does.
 """
 
 import builtins
@@ -26,7 +26,7 @@ class Faults:
         self.root, self.trace, self.point, self.fault = root, trace, point, fault
         self.count, self.full = 0, False
         self.unsynced: set[int] = set()  # inodes
-        self.renames: list[tuple[str, str, bytes | None]] = []  # and what stood there before
+        self.renames: list[list] = []  # [from, to, what stood there before], not synced
 
     def covers(self, path: object) -> bool:
         return f"{os.fsdecode(path)}/".startswith(self.root + "/")
@@ -46,14 +46,19 @@ class Faults:
             self.full = self.fault == "full"
             number = errno.ENOSPC if self.full else errno.EIO
             raise OSError(number, os.strerror(number))
+        if self.fault == "interrupt":
+            os.kill(os.getpid(), signal.SIGINT)
+            return
         if self.fault == "power":
             self.lose_power()
         os.kill(os.getpid(), signal.SIGKILL)
 
     def lose_power(self) -> None:
-        for source, target, before in reversed(self.renames):
+        while self.renames:
+            source, target, before = self.renames.pop()
             if os.path.isdir(os.path.dirname(source)) and os.path.lexists(target):
                 real["rename"](target, source)
+                self.moved(target, source)
                 if before is not None:
                     Path(target).write_bytes(before)
         for folder, _, names in os.walk(self.root):
@@ -61,6 +66,13 @@ class Faults:
                 path = os.path.join(folder, name)
                 if os.stat(path).st_ino in self.unsynced:
                     os.truncate(path, os.stat(path).st_size // 2)
+
+    def moved(self, source: str, target: str) -> None:
+        """Follow renames inside a folder that is renamed itself."""
+        for rename in self.renames:
+            for i in (0, 1):
+                if rename[i].startswith(source + "/"):
+                    rename[i] = target + rename[i][len(source) :]
 
     def synced(self, descriptor: int) -> None:
         path = os.readlink(f"/proc/self/fd/{descriptor}")
@@ -72,12 +84,13 @@ class File:
     """A file opened for writing whose operations count."""
 
     def __init__(self, file: io.BufferedWriter, path: str) -> None:
-        self.file, self.path = file, path
+        self.file, self.path, self.failed = file, path, False
 
     def write(self, data: bytes) -> int:
         def torn() -> None:
             self.file.write(memoryview(data)[: len(data) // 2])
             self.file.flush()
+            self.failed = True
 
         faults.strike("write", self.path, torn)
         faults.unsynced.add(os.fstat(self.file.fileno()).st_ino)
@@ -94,8 +107,13 @@ class File:
     def __enter__(self) -> "File":
         return self
 
-    def __exit__(self, *_error: object) -> None:
+    def close(self) -> None:
         self.file.close()
+        if faults.full and self.failed:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.file, name)
@@ -122,7 +140,10 @@ def counted(name: str) -> object:
         if name in ("rename", "replace"):
             target = os.fsdecode(arguments[0])
             before = Path(target).read_bytes() if os.path.isfile(target) else None
-            faults.renames.append((full, target, before))
+            done = real[name](path, *arguments, **options)
+            faults.moved(full, target)
+            faults.renames.append([full, target, before])
+            return done
         return real[name](path, *arguments, **options)
 
     return operation
