@@ -113,6 +113,13 @@ def _overwrite_option(command: Callable) -> Callable:
     help="all: try every rate mode for each expert and keep the least weight error.",
 )
 @click.option(
+    "--hidden-side",
+    type=click.Choice(["layer", "expert"]),
+    default="layer",
+    show_default=True,
+    help="Whose signs and scales the hidden channels have; one rotation serves a whole layer.",
+)
+@click.option(
     "--seed",
     type=click.IntRange(0, 2**63 - 1),
     default=0,
@@ -126,6 +133,12 @@ def _overwrite_option(command: Callable) -> Callable:
     show_default=True,
     help="kquant: write config.json as the published vLLM branch reads it.",
 )
+@click.option(
+    "--devices",
+    default="auto",
+    show_default=True,
+    help="cpu, or numbers of CUDA devices such as 0,1; auto: the first CUDA device if any.",
+)
 @click.option("--dry-run", is_flag=True, help="Check and plan, write nothing.")
 @_json_option
 @click.pass_obj
@@ -136,8 +149,10 @@ def convert(
     overwrite: bool,
     search: str,
     modes: str,
+    hidden_side: str,
     seed: int,
     loader: str,
+    devices: str,
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -145,29 +160,53 @@ def convert(
 
     MODEL is a local Hugging Face checkpoint. OUT is the package's folder, by default MODEL-qsrt.
     Stopped by whatever, it leaves the finished layers in OUT.partial; the same command continues.
+    Under torchrun, on one machine or on several with a shared file system, all processes encode.
     """
     from qsrt_pack import job
     from qsrt_pack.encode.expert import Settings
     from qsrt_pack.plan import describe
+    from qsrt_pack.ranks import joined_ranks, rank_devices
+    from qsrt_pack.workers import find_devices
 
+    try:
+        found = find_devices(devices)
+    except ValueError as error:
+        raise click.UsageError(f"--devices: {error}") from None
+    if search == "fast" and found[0].type != "cpu":
+        if devices != "auto":
+            raise click.UsageError("--search fast runs on the CPU; leave out --devices")
+        found = find_devices("cpu")
     if out is None and not model.name:
         raise click.UsageError("give OUT: the root folder has no name to derive it from")
     if out is None:
         out = model.with_name(model.name + "-qsrt")
-    prepared = job.prepare(
-        model, out, Settings(seed, search, modes), loader=loader, overwrite=overwrite
-    )
-    if as_json:
-        _print_json(prepared.plan)
-    elif dry_run:
-        click.echo(describe(prepared.plan))
-    else:
-        _log.info("%s", describe(prepared.plan))
+    settings = Settings(seed, search, modes, hidden_side, found[0].type)
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
+        found = rank_devices(found)
+
+    def prepare() -> job.Job:
+        prepared = job.prepare(
+            model, out, settings, loader=loader, overwrite=overwrite, devices=found
+        )
+        if as_json:
+            _print_json(prepared.plan)
+        elif dry_run:
+            click.echo(describe(prepared.plan))
+        else:
+            _log.info("%s", describe(prepared.plan))
+        return prepared
+
     if dry_run:
+        prepare()
         return
-    if prepared.complete:
-        _log.info("%s is there already; checking it", out)
-    evidence = job.run(prepared, show_progress=show_progress)
+    with joined_ranks() as ranks:
+        if not ranks.is_first:
+            job.assist(model, settings, found, ranks)
+            return
+        prepared = prepare()
+        if prepared.complete:
+            _log.info("%s is there already; checking it", out)
+        evidence = job.run(prepared, show_progress=show_progress, ranks=ranks)
     _log.info("%s", job.describe_worst(evidence))
     _log.info("complete; check it with: qsrt-pack validate --deep %s", shlex.quote(str(out)))
 

@@ -334,6 +334,7 @@ def _origin_lines(report: dict[str, Any]) -> list[tuple[str, str]]:
     if (settings := report["encoder_settings"]) is not None:
         calibration = settings["calibration_sha256"] or "none"
         stated = [f"{settings['search']} search", f"modes {settings['modes']}"]
+        stated += [f"hidden side of each {settings['hidden_side']}"]
         stated += [f"seed {settings['seed']}", f"damping {settings['damping']}"]
         stated += [f"calibration {calibration}", settings["device"]]
         versions = report["versions"].items()

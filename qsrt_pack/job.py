@@ -5,14 +5,15 @@ failure leaves what stood there before, and the finished layers beside it for th
 """
 
 import logging
-import shutil
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from qsrt_pack.assemble.layer import expert_evidence, layer_evidence, worst_experts
+import torch
+
+from qsrt_pack.assemble.layer import layer_evidence, worst_experts
 from qsrt_pack.assemble.package import (
     GIT_ATTRIBUTES,
     build_config,
@@ -21,7 +22,7 @@ from qsrt_pack.assemble.package import (
     library_versions,
 )
 from qsrt_pack.assemble.shards import file_pieces, write_shards
-from qsrt_pack.encode.expert import Settings, encode_expert
+from qsrt_pack.encode.expert import Settings
 from qsrt_pack.output import (
     check_output,
     discard,
@@ -31,18 +32,27 @@ from qsrt_pack.output import (
     state_file,
 )
 from qsrt_pack.plan import make_plan
+from qsrt_pack.produce import produce_layer
 from qsrt_pack.progress import bar
+from qsrt_pack.ranks import Ranks
 from qsrt_pack.source.checkpoint import (
     Checkpoint,
     check_finite,
     digest_files,
     open_checkpoint,
-    read_tensor,
     source_stamp,
 )
-from qsrt_pack.source.dtypes import to_float32
 from qsrt_pack.source.models import RoutedExperts, carried_tensors, find_experts
-from qsrt_pack.state import State, changes, check_same, read_state, write_state
+from qsrt_pack.state import (
+    State,
+    changes,
+    check_same,
+    layer_files,
+    read_finished,
+    read_state,
+    remove_all_but,
+    write_state,
+)
 from qsrt_runtime.format import manifest as manifests
 from qsrt_runtime.format import paths, schema
 from qsrt_runtime.format.container import LayerWriter
@@ -57,6 +67,8 @@ from qsrt_runtime.format.package import (
 
 _log = logging.getLogger(__name__)
 _WORST_SHOWN = 5
+_ALONE = Ranks()
+_CPU = (torch.device("cpu"),)
 _POOR_NMSE = 0.1  # six times what a matrix has at 3 bits: its scales are below float16's
 
 
@@ -80,12 +92,24 @@ class Job:
     plan: dict[str, Any]
     stamp: dict[str, tuple[int, ...]]
     complete: bool
+    devices: tuple[torch.device, ...]
 
 
 def prepare(
-    source: Path, out: Path, settings: Settings, *, loader: str = "qsrt", overwrite: bool = False
+    source: Path,
+    out: Path,
+    settings: Settings,
+    *,
+    loader: str = "qsrt",
+    overwrite: bool = False,
+    devices: tuple[torch.device, ...] = _CPU,
 ) -> Job:
-    """Check source and output and make the plan; writes nothing. FormatError on any doubt."""
+    """Check source and output and make the plan; writes nothing. FormatError on any doubt.
+
+    devices: of the settings' kind; a package does not depend on how many there are.
+    """
+    if {device.type for device in devices} != {settings.device}:
+        raise ValueError(f"the settings are for {settings.device}, the devices are {devices}")
     checkpoint = open_checkpoint(source)
     stamp = source_stamp(checkpoint)
     if open_checkpoint(source) != checkpoint:  # not what the stamp is of
@@ -96,30 +120,37 @@ def prepare(
     complete = not overwrite and _is_result(out, checkpoint, settings, loader)
     check_output(out, checkpoint.path, overwrite or complete, resumable=True)
     finished = experts.layers if complete else _claimed_layers(out, settings)
-    plan = make_plan(checkpoint, experts, out, settings, loader, finished)
-    left = leftover_bytes(out, _layer_files(finished))
+    plan = make_plan(checkpoint, experts, out, settings, loader, finished, devices)
+    left = leftover_bytes(out, layer_files(finished))
     free, need = plan["free_disk_bytes"] + left, plan["bytes_to_write"]
     if free < need and not complete:
         raise FormatError(f"{out.parent} has {free:,} bytes free, {need:,} are to be written")
-    return Job(checkpoint, experts, out, settings, loader, overwrite, plan, stamp, complete)
+    return Job(
+        checkpoint, experts, out, settings, loader, overwrite, plan, stamp, complete, devices
+    )
 
 
-def run(job: Job, *, show_progress: bool = True) -> Evidence:
+def run(job: Job, *, show_progress: bool = True, ranks: Ranks = _ALONE) -> Evidence:
     """Convert. Leaves a sealed package at job.out, or raises and leaves what was there.
 
     Layers that a run before has finished are kept if they have the digests it recorded, and those
     that this one finishes are there for the next. Returns the evidence of all layers.
+    ranks: rank 0's; the others' part is `assist`.
     """
     if job.complete:
-        return _confirm(job, show_progress)
+        evidence = _confirm(job, show_progress)
+        ranks.told([])
+        return evidence
     state = None
     try:
         with replacing(job.out, overwrite=job.overwrite, resumable=True) as folder:
             _check_unchanged(job)
             state = _open_state(job, show_progress)
-            evidence = _read_finished_layers(job, folder, state, show_progress)
-            _remove_all_but(folder, _layer_files(evidence))
-            _write_layers(job, folder, state, evidence, show_progress)
+            size = job.plan["layer_file_bytes"] * len(state.layers)
+            with bar("check finished layers", size, "B", show_progress) as advance:
+                evidence = read_finished(folder, state, advance)
+            remove_all_but(folder, layer_files(evidence))
+            _write_layers(job, folder, state, evidence, show_progress, ranks)
             _write_documents(job, folder, schema.digest(state.source), evidence)
             _check_unchanged(job)
             seal(folder)
@@ -134,6 +165,32 @@ def run(job: Job, *, show_progress: bool = True) -> Evidence:
     return evidence
 
 
+def assist(
+    source: Path, settings: Settings, devices: tuple[torch.device, ...], ranks: Ranks
+) -> None:
+    """Encode this rank's share for rank 0's `run`, of the same source by the same settings."""
+    checkpoint = open_checkpoint(source)
+    stamp = source_stamp(checkpoint)
+    experts = find_experts(checkpoint)
+    remaining = ranks.told(None)
+    if remaining:
+        ranks.agree(_facts(settings, digest_files(checkpoint) if ranks.leads_machine else None))
+    for layer in remaining:
+        for _ in produce_layer(checkpoint, experts, settings, devices, layer, ranks):
+            pass
+        if source_stamp(checkpoint) != stamp:
+            raise _changed(checkpoint)
+
+
+def _facts(settings: Settings, source: dict[str, str] | None) -> dict[str, Any]:
+    """What all ranks must have alike; the source None where another process has hashed it."""
+    return {
+        "settings": settings.fingerprinted(),
+        "versions": library_versions(),
+        "source": source and schema.digest(source),
+    }
+
+
 def _claimed_layers(out: Path, settings: Settings) -> list[int]:
     """The layers that a stopped run says it has finished; FormatError for one of other settings."""
     path = state_file(out)
@@ -142,11 +199,6 @@ def _claimed_layers(out: Path, settings: Settings) -> list[int]:
         return []
     check_same(state, _new_state(settings, {}), path)
     return [n for n in state.layers if (new_folder(out) / manifests.layer_file_name(n)).exists()]
-
-
-def _layer_files(layers: Iterable[int]) -> set[str]:
-    names = (manifests.evidence_file_name, manifests.layer_file_name)
-    return {name(layer) for layer in layers for name in names}
 
 
 def _is_result(out: Path, checkpoint: Checkpoint, settings: Settings, loader: str) -> bool:
@@ -218,56 +270,25 @@ def _open_state(job: Job, show_progress: bool) -> State:
     return state
 
 
-def _read_finished_layers(job: Job, folder: Path, state: State, show_progress: bool) -> Evidence:
-    """The evidence of the layers that are as the state says; forgets the others."""
-    evidence = {}
-    size = job.plan["layer_file_bytes"] * len(state.layers)
-    with bar("check finished layers", size, "B", show_progress) as advance:
-        for layer in list(state.layers):
-            try:
-                evidence[layer] = _read_finished(folder, layer, state.layers[layer], advance)
-            except FormatError as error:
-                _log.warning("%s; layer %d is encoded again", error, layer)
-                del state.layers[layer]
-    return evidence
-
-
-def _read_finished(
-    folder: Path, layer: int, digest: str, advance: Callable[[int], None]
-) -> dict[str, Any]:
-    path = folder / manifests.evidence_file_name(layer)
-    paths.regular_file(path, folder)
-    if paths.sha256_file(path) != digest:
-        raise FormatError(f"{path} is not as it was written")
-    evidence = schema.read(path, "evidence")
-    path = folder / manifests.layer_file_name(layer)
-    paths.regular_file(path, folder)
-    if paths.sha256_file(path, advance) != evidence["safetensors_sha256"]:
-        raise FormatError(f"{path} is not as it was written")
-    return evidence
-
-
-def _remove_all_but(folder: Path, kept: set[str]) -> None:
-    """Remove what a stopped run left besides finished layers; all of it is made again."""
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        elif path.name not in kept:
-            path.unlink()
-
-
 def _write_layers(
-    job: Job, folder: Path, state: State, evidence: Evidence, show_progress: bool
+    job: Job,
+    folder: Path,
+    state: State,
+    evidence: Evidence,
+    show_progress: bool,
+    ranks: Ranks,
 ) -> None:
     """Encode the layers that have no evidence yet, and record each in the state when on disk."""
     source_sha256 = schema.digest(state.source)
     remaining = [layer for layer in job.experts.layers if layer not in evidence]
+    if ranks.told(remaining):
+        ranks.agree(_facts(job.settings, state.source))
     experts = job.experts.geometry.experts
     weights = job.experts.geometry.weights_per_expert * experts * len(remaining)
     with bar("encode", weights, "weights", show_progress) as advance:
         for layer in remaining:
             start = time.perf_counter()
-            evidence[layer] = _write_layer(job, folder, layer, source_sha256, advance)
+            evidence[layer] = _write_layer(job, folder, layer, source_sha256, advance, ranks)
             _check_unchanged(job)  # or the next run would take this layer for the old source's
             digest = paths.sha256_file(folder / manifests.evidence_file_name(layer))
             layers = {**state.layers, layer: digest}
@@ -277,45 +298,41 @@ def _write_layers(
 
 
 def _write_layer(
-    job: Job, folder: Path, layer: int, source_sha256: str, advance: Callable[[int], None]
+    job: Job,
+    folder: Path,
+    layer: int,
+    source_sha256: str,
+    advance: Callable[[int], None],
+    ranks: Ranks,
 ) -> dict[str, Any]:
     geometry = job.experts.geometry
     fingerprint = manifests.encoder_fingerprint(job.settings.fingerprinted())
     path = folder / manifests.layer_file_name(layer)
     entries = []
     with LayerWriter(path, geometry, layer, source_sha256, fingerprint) as writer:
-        for expert in range(geometry.experts):
-            entries.append(_write_expert(job, writer, layer, expert))
+        for expert in produce_layer(
+            job.checkpoint, job.experts, job.settings, job.devices, layer, ranks
+        ):
+            entry = expert.entry
+            writer.write_bundles(
+                entry["expert"], expert.bundles, expert.shared_scales, expert.modes
+            )
+            _report_expert(layer, entry)
+            entries.append(entry)
             advance(geometry.weights_per_expert)
     evidence = layer_evidence(writer, job.settings.search, entries)
     paths.write_file(folder / manifests.evidence_file_name(layer), schema.dump(evidence))
     return evidence
 
 
-def _write_expert(job: Job, writer: LayerWriter, layer: int, expert: int) -> dict[str, Any]:
-    weights = {
-        matrix: to_float32(
-            read_tensor(job.checkpoint, job.experts.tensor_name(layer, expert, matrix))
-        )
-        for matrix in ("w1", "w3", "w2")
-    }
-    try:
-        encoded = encode_expert(**weights, layer=layer, expert=expert, settings=job.settings)
-    except ValueError as error:
-        raise FormatError(f"layer {layer} expert {expert}: {error}") from error
-    writer.write_expert(expert, encoded.coded)
-    entry = expert_evidence(
-        expert, encoded.coded, encoded.low_to_high_groups, encoded.nmse, encoded.rms
-    )
+def _report_expert(layer: int, entry: dict[str, Any]) -> None:
+    where = f"layer {layer} expert {entry['expert']}"
     if entry["zero_matrices"]:
-        _log.warning(
-            "layer %d expert %d: %s all zero", layer, expert, ", ".join(entry["zero_matrices"])
-        )
+        _log.warning("%s: %s all zero", where, ", ".join(entry["zero_matrices"]))
     poor = [name for name, error in entry["nmse"].items() if error > _POOR_NMSE]
     if poor:
-        _log.warning("layer %d expert %d: %s coded poorly", layer, expert, ", ".join(poor))
-    _log.debug("layer %d expert %d: NMSE %s", layer, expert, _mean_nmse([entry]))
-    return entry
+        _log.warning("%s: %s coded poorly", where, ", ".join(poor))
+    _log.debug("%s: NMSE %s", where, _mean_nmse([entry]))
 
 
 def _report_layer(layer: int, entries: list[dict[str, Any]], seconds: float) -> None:

@@ -22,8 +22,9 @@ _PROBE_SECONDS = 0.5
 _BASE_MEMORY = 520_000_000
 _MATRIX_COPIES = 27
 _COPIES_PER_MODE = 6
-# Rotating, packing and checking, on two 2.5 GHz cores.
-_SECONDS_PER_WEIGHT = 2e-6
+_PROBE_TILES = {"cpu": 32, "cuda": 2112}
+# Reading, rotating, packing and checking, on two 2.5 GHz cores; on an H200.
+_SECONDS_PER_WEIGHT = {"cpu": 2e-6, "cuda": 5e-9}
 _SEARCH_BYTES = 17_000_000  # costs of the search on one thread, at most
 
 
@@ -34,6 +35,7 @@ def make_plan(
     settings: Settings,
     loader: str,
     finished: Collection[int] = (),
+    devices: tuple[torch.device, ...] = (torch.device("cpu"),),
 ) -> dict[str, Any]:
     """The plan document, schema `plan`. Runs a short probe of the search to tell the time.
 
@@ -44,7 +46,8 @@ def make_plan(
     base_bytes = sum(tensor_bytes(*spec) for spec in base.values())
     side_bytes = sum((checkpoint.path / name).stat().st_size for name in checkpoint.carried)
     layer_bytes = container.layer_file_bytes(geometry)
-    rates = {method: probe(method) for method in {settings.search, "fast"}}
+    methods = {settings.search, "fast" if settings.device == "cpu" else settings.search}
+    rates = {method: len(devices) * probe(method, devices[0]) for method in methods}
     remaining = len(set(experts.layers) - set(finished))
     value = {
         "schema": "qsrt_plan_v1",
@@ -65,9 +68,10 @@ def make_plan(
         "expert_weights": geometry.weights_per_expert * geometry.experts * len(experts.layers),
         "modes": settings.modes,
         "search": settings.search,
+        "hidden_side": settings.hidden_side,
         "seed": settings.seed,
         "loader": loader,
-        "device": "cpu",
+        "devices": [str(device) for device in devices],
         "bytes_in": sum((checkpoint.path / n).stat().st_size for n in checkpoint.shards),
         "bytes_out": layer_bytes * len(experts.layers) + base_bytes + side_bytes,
         "bytes_to_write": layer_bytes * remaining + base_bytes + side_bytes,
@@ -99,7 +103,8 @@ def describe(plan: dict[str, Any]) -> str:
         (
             "format",
             f"{plan['atom_slots']} slots, {plan['atoms_per_expert']} atoms an expert, "
-            f"modes {plan['modes']}, {plan['search']} search, seed {plan['seed']}",
+            f"modes {plan['modes']}, {plan['search']} search, seed {plan['seed']}, "
+            f"on {', '.join(plan['devices'])}",
         ),
         ("bytes in", f"{plan['bytes_in']:,}"),
         (
@@ -120,13 +125,15 @@ def describe(plan: dict[str, Any]) -> str:
     return "\n".join(f"{name:<12}{value}" for name, value in lines)
 
 
-def probe(method: str) -> float:
+def probe(method: str, device: torch.device) -> float:
     """Weights a second of the search at 3 bits on normal noise, measured for half a second."""
-    tiles = 1.2 * torch.randn(32, 256, generator=torch.Generator().manual_seed(0))
+    count = _PROBE_TILES[device.type]
+    tiles = 1.2 * torch.randn(count, 256, generator=torch.Generator().manual_seed(0))
+    tiles = tiles.to(device)
     search(tiles[:1], 3, method)  # compiles
     start, done = time.perf_counter(), 0
     while (elapsed := time.perf_counter() - start) < _PROBE_SECONDS:
-        search(tiles, 3, method)
+        search(tiles, 3, method)[-1, -1].item()  # waits for the device
         done += tiles.numel()
     return done / elapsed
 
@@ -138,10 +145,10 @@ def layer_seconds(experts: RoutedExperts, settings: Settings, rates: dict[str, f
     shapes += [(geometry.intermediate, geometry.hidden)]
     passes = len(modes_tried(settings, geometry.records))
     each = geometry.weights_per_expert * passes / rates[settings.search]
-    each += geometry.weights_per_expert * _SECONDS_PER_WEIGHT
+    each += geometry.weights_per_expert * _SECONDS_PER_WEIGHT[settings.device]
     for shape in shapes:
         coarse, fine = scale_search_weights(*shape)
-        each += coarse / rates["fast"] + fine / rates[settings.search]
+        each += coarse / rates.get("fast", rates[settings.search]) + fine / rates[settings.search]
     return each * geometry.experts
 
 

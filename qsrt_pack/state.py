@@ -1,12 +1,17 @@
 """What a stopped conversion has finished, and from what: the state file beside its output."""
 
+import logging
+import shutil
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from qsrt_runtime.format import manifest as manifests
 from qsrt_runtime.format import paths, schema
 from qsrt_runtime.format.errors import FormatError
 
+_log = logging.getLogger(__name__)
 _SHOWN = 3  # changes named in a message
 
 
@@ -73,6 +78,53 @@ def check_same(state: State, now: State, path: Path) -> None:
             f"{'; '.join(found[:_SHOWN])}{more}. Convert as it was to continue, or delete that "
             "folder to start over"
         )
+
+
+def layer_files(layers: Iterable[int]) -> set[str]:
+    """Names of the files of some layers."""
+    names = (manifests.evidence_file_name, manifests.layer_file_name)
+    return {name(layer) for layer in layers for name in names}
+
+
+def read_finished(
+    folder: Path, state: State, advance: Callable[[int], None]
+) -> dict[int, dict[str, Any]]:
+    """The evidence of the layers that lie in the folder as the state says; forgets the others.
+
+    advance: called with the bytes of layer files read since last time.
+    """
+    evidence = {}
+    for layer in list(state.layers):
+        try:
+            evidence[layer] = _read_layer_evidence(folder, layer, state.layers[layer], advance)
+        except FormatError as error:
+            _log.warning("%s; layer %d is encoded again", error, layer)
+            del state.layers[layer]
+    return evidence
+
+
+def remove_all_but(folder: Path, kept: set[str]) -> None:
+    """Remove what a stopped run left besides finished layers; all of it is made again."""
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name not in kept:
+            path.unlink()
+
+
+def _read_layer_evidence(
+    folder: Path, layer: int, digest: str, advance: Callable[[int], None]
+) -> dict[str, Any]:
+    path = folder / manifests.evidence_file_name(layer)
+    paths.regular_file(path, folder)
+    if paths.sha256_file(path) != digest:
+        raise FormatError(f"{path} is not as it was written")
+    evidence = schema.read(path, "evidence")
+    path = folder / manifests.layer_file_name(layer)
+    paths.regular_file(path, folder)
+    if paths.sha256_file(path, advance) != evidence["safetensors_sha256"]:
+        raise FormatError(f"{path} is not as it was written")
+    return evidence
 
 
 def _short(value: Any) -> str:

@@ -13,6 +13,8 @@ from qsrt_pack import job
 from qsrt_pack.encode.expert import Settings
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when a test first imports transformers
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a test first imports triton
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests" / "golden"

@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[1]
 FILES = sorted(p for top in ("qsrt_runtime", "qsrt_pack") for p in (ROOT / top).rglob("*.py"))
 STAGES = ("source", "calibrate", "encode", "assemble")
 FORMAT_LIBRARIES = {"torch", "safetensors", "jsonschema"}
+LAZY = {"qsrt_pack.cli", "qsrt_pack.encode.viterbi"}  # --help is quick; triton is not everywhere
 RUNTIME_OF_PACK = {"evaluate", "bench"}  # modules of qsrt_pack that may import all of the runtime
 
 
@@ -57,7 +58,7 @@ def test_imports_go_the_allowed_way(path: Path) -> None:
     module = _module(path)
     for target, column in _imports(path):
         assert _allowed(module, target), f"{module} must not import {target}"
-        assert column == 0 or module == "qsrt_pack.cli", f"{module}: {target} not at the top"
+        assert column == 0 or module in LAZY, f"{module}: {target} not at the top"
         assert target.split(".")[0] != "triton" or path.name == "kernel.py"
 
 

@@ -1,15 +1,17 @@
 """Encode one expert: order its channels, rotate, scale, search, pack, and check the result."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 import qsrt_runtime
-from qsrt_pack.encode import incoherence, permutation
+from qsrt_pack.encode import incoherence, lockstep, permutation
 from qsrt_pack.encode.ldlq import DAMPING, feedback_factor, ldlq, rotate_hessian
+from qsrt_pack.encode.lockstep import Request, Steps
 from qsrt_pack.encode.ordered import ordered_mean_square, root_mean_square
 from qsrt_pack.encode.viterbi import search
 from qsrt_runtime.format import atom, codebook, decode, tile
@@ -27,6 +29,7 @@ _SCALE_BITS = 3  # the rate at which the global scale is searched
 _SAMPLED = 3  # the global scale is searched on every third tile
 _FAR = 8  # binary orders of magnitude; weights of root mean square 0.005 have scales of 2**-8
 _TILES_PER_RECORD = RECORD // TILE
+_NO_HESSIANS: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -35,11 +38,15 @@ class Settings:
 
     seed: of the sign draws.   search: a method of viterbi.METHODS.   modes: "R0" alone, or "all"
     nine combinations (four where there are two records), keeping the least weight error.
+    hidden_side: whether "layer" or "expert" has signs and scales of its own on the hidden side.
+    device: the kind that encodes, "cpu" or "cuda", whose roundings differ.
     """
 
     seed: int = 0
     search: str = "exact"
     modes: str = "R0"
+    hidden_side: str = "layer"
+    device: str = "cpu"
 
     def fingerprinted(self) -> dict[str, Any]:
         """Every setting that can change a byte of a layer file."""
@@ -49,8 +56,19 @@ class Settings:
             "codebook_sha256": codebook.TABLES_SHA256,
             "damping": DAMPING,
             "calibration_sha256": None,
-            "device": "cpu",
         }
+
+
+@dataclass(frozen=True)
+class HiddenSide:
+    """What the experts of a layer share, so that a token is rotated once for all of them.
+
+    scales: [H], row scales of every w1 and w3, see incoherence.layer_scales.
+    factor: feedback_factor of the layer's Hessian, rotated with their suh, or None.
+    """
+
+    scales: torch.Tensor
+    factor: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -90,28 +108,79 @@ def encode_expert(
     layer: int,
     expert: int,
     settings: Settings,
+    hidden: HiddenSide | None = None,
+    hessians: Mapping[str, torch.Tensor] = _NO_HESSIANS,
 ) -> EncodedExpert:
-    """Encode gate w1 [I, H], up w3 [I, H] and down w2 [H, I], float32, finite.
+    """Encode gate w1 [I, H], up w3 [I, H] and down w2 [H, I], float32, finite, on any device.
 
+    hidden: what the layer shares; None: the hidden side is the expert's own.
+    hessians: second moments of a matrix's inputs by its name, w1 and w3 [H, H], w2 [I, I].
     Raises ValueError for scales beyond float16, and ArithmeticError if what was packed does not
     decode to what was encoded (a defect of this program or machine, never of the input).
     """
+    weights = {"w1": w1, "w3": w3, "w2": w2}
+    steps = expert_steps(
+        weights, layer=layer, expert=expert, settings=settings, hidden=hidden, hessians=hessians
+    )
+    return lockstep.run(steps, search)
+
+
+def expert_steps(
+    weights: Mapping[str, torch.Tensor],
+    *,
+    layer: int,
+    expert: int,
+    settings: Settings,
+    hidden: HiddenSide | None = None,
+    hessians: Mapping[str, torch.Tensor] = _NO_HESSIANS,
+) -> Steps[EncodedExpert]:
+    """As encode_expert, for lockstep.run with other experts."""
+    w1, w3, w2 = (weights[name] for name in atom.MATRICES)
     groups = permutation.low_to_high_groups(permutation.weight_scores(w1, w3, w2))
     order = permutation.channels_of_groups(groups)
     sources = {"w1": w1[order].T, "w3": w3[order].T, "w2": w2[:, order].T}
-    candidates = {}
+    matrices = []
     for name, weight in sources.items():
         draws = [
-            signs(size, seed=settings.seed, layer=layer, expert=expert, matrix=name, side=side)
+            _draw(size, name, side, layer, expert, settings.seed, shared=hidden is not None)
             for size, side in zip(weight.shape, _sides(name), strict=True)
         ]
-        candidates[name] = encode_matrix(
-            weight.contiguous(),
-            _rate_axis(name),
-            *(draw.to(weight.device) for draw in draws),
-            modes=modes_tried(settings, w1.shape[0] // RECORD),
-            method=settings.search,
+        hessian = hessians.get(name)
+        if hessian is not None and name == "w2":
+            hessian = hessian[order][:, order]
+        matrices.append(
+            matrix_steps(
+                weight.contiguous(),
+                _rate_axis(name),
+                *(draw.to(weight.device) for draw in draws),
+                modes=modes_tried(settings, w1.shape[0] // RECORD),
+                method=settings.search,
+                hessian=hessian,
+                hidden=hidden if name != "w2" else None,
+            )
         )
+    try:
+        found = yield from lockstep.together(matrices)
+    except ValueError as error:
+        raise ValueError(f"layer {layer} expert {expert}: {error}") from error
+    candidates = dict(zip(sources, found, strict=True))
+    return _chosen(candidates, groups, Geometry(w1.shape[1], w1.shape[0], 1))
+
+
+def _draw(
+    size: int, matrix: str, side: str, layer: int, expert: int, seed: int, *, shared: bool
+) -> torch.Tensor:
+    """The signs of one side of a matrix; a shared hidden side has one draw for the layer."""
+    whose = {"expert": expert, "matrix": matrix}
+    if shared and side == "hidden":
+        whose = {"expert": None, "matrix": None}
+    return signs(size, seed=seed, layer=layer, side=side, **whose)
+
+
+def _chosen(
+    candidates: dict[str, dict[int, EncodedMatrix]], groups: torch.Tensor, geometry: Geometry
+) -> EncodedExpert:
+    """The expert of the modes with the least error, once its bytes are checked."""
     mode13 = _least_error(candidates["w1"], candidates["w3"])
     mode2 = _least_error(candidates["w2"])
     chosen = {
@@ -120,7 +189,7 @@ def encode_expert(
     coded = atom.Expert(
         **{name: m.packed for name, m in chosen.items()}, mode13=mode13, mode2=mode2
     )
-    _check_decode(coded, chosen, Geometry(w1.shape[1], w1.shape[0], 1))
+    _check_decode(coded, chosen, geometry)
     return EncodedExpert(
         coded,
         groups,
@@ -129,7 +198,7 @@ def encode_expert(
     )
 
 
-def encode_matrix(
+def matrix_steps(
     weight: torch.Tensor,
     rate_axis: str,
     input_signs: torch.Tensor,
@@ -138,35 +207,45 @@ def encode_matrix(
     modes: Iterable[int],
     method: str,
     hessian: torch.Tensor | None = None,
-) -> dict[int, EncodedMatrix]:
+    hidden: HiddenSide | None = None,
+) -> Steps[dict[int, EncodedMatrix]]:
     """Encode a matrix at each of some rate modes, all with one rotation and one global scale.
 
     weight: [K, N] float32 with the rate axis ("in": K, "out": N) from least to most important.
     input_signs: [K], output_signs: [N].   hessian: [K, K], second moment of the inputs, None for
-    the identity.
+    the identity.   hidden: of a matrix whose inputs are hidden channels, what its layer shares.
     """
-    rotated, suh, svh = incoherence.regularize(weight, input_signs, output_signs)
-    scale, _ = incoherence.search_scale(
-        scale_sample(rotated),
-        coarse=lambda tiles: _quantized(tiles, _SCALE_BITS, "fast"),
-        fine=lambda tiles: _quantized(tiles, _SCALE_BITS, method),
-    )
+    scales = None if hidden is None else hidden.scales
+    rotated, suh, svh = incoherence.regularize(weight, input_signs, output_signs, scales)
+    scale = yield from _scale_steps(rotated, method)
     suh, svh = (suh, svh / scale) if rate_axis == "out" else (suh / scale, svh)
     suh, svh = map(_as_float16, _balanced(suh, svh))
-    factor = None
+    factor = None if hidden is None else hidden.factor
     if hessian is not None:
         factor = feedback_factor(rotate_hessian(hessian, suh.float()))
+    rates = {mode: record_bits(mode, weight.shape[rate_axis == "out"] // RECORD) for mode in modes}
+    coded = yield from lockstep.together(
+        _tile_steps(rotated * scale, factor, rate_axis, bits, method) for bits in rates.values()
+    )
     encoded = {}
-    for mode in modes:
-        bits = record_bits(mode, weight.shape[rate_axis == "out"] // RECORD)
-        edges, values = _encode_tiles(rotated * scale, factor, rate_axis, bits, method)
+    for (mode, bits), (edges, values) in zip(rates.items(), coded, strict=True):
         dense = rotate(rotate_rows(values) * suh.float()[:, None]) * svh.float()
-        encoded[mode] = EncodedMatrix(
-            packed=_pack(edges, suh, svh, rate_axis, bits),
-            dense=dense,
-            nmse=_nmse(weight, dense),
-        )
+        packed = _pack(edges, suh, svh, rate_axis, bits)
+        encoded[mode] = EncodedMatrix(packed, dense, _nmse(weight, dense))
     return encoded
+
+
+def _scale_steps(rotated: torch.Tensor, method: str) -> Steps[float]:
+    """The global scale of a rotated matrix. The coarse grid takes the fast search on a CPU."""
+    coarse = "fast" if rotated.device.type == "cpu" else method
+    steps, values = incoherence.search_scale(scale_sample(rotated)), None
+    while True:
+        try:
+            fine, tiles = steps.send(values)
+        except StopIteration as end:
+            return end.value[0]
+        (edges,) = yield [Request(tiles, _SCALE_BITS, method if fine else coarse)]
+        values = _values(edges, _SCALE_BITS)
 
 
 def scale_sample(rotated: torch.Tensor) -> torch.Tensor:
@@ -185,33 +264,48 @@ def scale_search_weights(inputs: int, outputs: int) -> tuple[int, int]:
     return coarse * tile.POSITIONS, fine * tile.POSITIONS
 
 
-def _encode_tiles(
+def _tile_steps(
     rotated: torch.Tensor,
     factor: torch.Tensor | None,
     rate_axis: str,
     bits: tuple[int, ...],
     method: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Steps[tuple[torch.Tensor, torch.Tensor]]:
     """Edges [K/16, N/16, 256] uint8 and the values [K, N] they decode to."""
     rows, columns = (size // TILE for size in rotated.shape)
     tile_bits = torch.tensor(bits).repeat_interleave(_TILES_PER_RECORD)
     tile_bits = tile_bits[None].expand(rows, -1) if rate_axis == "out" else tile_bits[:, None]
-    tile_bits = tile_bits.expand(rows, columns).to(rotated.device)
+    tile_bits = tile_bits.expand(rows, columns)
     edges = torch.empty(rows, columns, tile.POSITIONS, dtype=torch.uint8, device=rotated.device)
-
-    def quantize(span: slice, target: torch.Tensor) -> torch.Tensor:
+    steps, values = ldlq(rotated, factor), None
+    while True:
+        try:
+            span, target = steps.send(values)
+        except StopIteration as end:
+            return edges, end.value
         block = slice(span.start // TILE, span.stop // TILE)
         paths = tile.to_trellis_order(_to_tiles(target).flatten(0, 1))
-        values = torch.empty_like(paths)
-        found = torch.empty_like(paths, dtype=torch.uint8)
-        for rate in sorted(set(bits)):
-            at = (tile_bits[block] == rate).flatten()
-            found[at] = search(paths[at], rate, method)
-            values[at] = _values(found[at], rate)
+        found, decoded = yield from _search_steps(paths, tile_bits[block].flatten(), method)
         edges[block] = found.unflatten(0, (-1, columns))
-        return _from_tiles(tile.to_row_major(values).unflatten(0, (-1, columns)))
+        values = _from_tiles(tile.to_row_major(decoded).unflatten(0, (-1, columns)))
 
-    return edges, ldlq(rotated, factor, quantize)
+
+def _search_steps(
+    paths: torch.Tensor, tile_bits: torch.Tensor, method: str
+) -> Steps[tuple[torch.Tensor, torch.Tensor]]:
+    """Edges and values, both [n, 256], of tiles at their own rates. tile_bits: [n], on the CPU."""
+    rates = tile_bits.unique().tolist()
+    if len(rates) == 1:
+        (found,) = yield [Request(paths, rates[0], method)]
+        return found, _values(found, rates[0])
+    places = [(tile_bits == rate).nonzero()[:, 0].to(paths.device) for rate in rates]
+    pairs = list(zip(rates, places, strict=True))
+    parts = yield [Request(paths[at], rate, method) for rate, at in pairs]
+    edges = torch.empty_like(paths, dtype=torch.uint8)
+    values = torch.empty_like(paths)
+    for (rate, at), part in zip(pairs, parts, strict=True):
+        edges[at], values[at] = part, _values(part, rate)
+    return edges, values
 
 
 def _pack(
@@ -248,10 +342,6 @@ def _check_decode(coded: atom.Expert, chosen: dict[str, EncodedMatrix], geometry
                 f"{name}: the packed bytes decode with an error of {error:.2g} where the norm is "
                 f"{norm:.2g}, expected a ratio of at most {DECODE_TOLERANCE}"
             )
-
-
-def _quantized(paths: torch.Tensor, bits: int, method: str) -> torch.Tensor:
-    return _values(search(paths, bits, method), bits)
 
 
 def _values(edges: torch.Tensor, bits: int) -> torch.Tensor:

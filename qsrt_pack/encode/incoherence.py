@@ -4,16 +4,14 @@ Matrices here are [K inputs, N outputs]. With suh [K] and svh [N] the source is
 diag(suh) B_K (rotated matrix) B_N diag(svh); see qsrt_runtime.format.rotation.
 """
 
-from collections.abc import Callable
+from collections.abc import Generator, Iterable, Sequence
 
 import torch
 
-from qsrt_pack.encode.ordered import ordered_mean_square
+from qsrt_pack.encode.ordered import ordered_mean_square, ordered_sum
 from qsrt_runtime.format.geometry import TILE
 from qsrt_runtime.format.rotation import rotate, rotate_rows
 from qsrt_runtime.format.tile import to_trellis_order
-
-Quantize = Callable[[torch.Tensor], torch.Tensor]
 
 # Root mean square of the rotated matrix before the global scale; the sign is the published one.
 TARGET_RMS = -1.24371088
@@ -23,18 +21,38 @@ _FINE_STEP = 0.075
 
 
 def regularize(
-    weight: torch.Tensor, input_signs: torch.Tensor, output_signs: torch.Tensor
+    weight: torch.Tensor,
+    input_signs: torch.Tensor,
+    output_signs: torch.Tensor,
+    row_scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Rotate a matrix and give its rows one size (FORMAT of the published encoder, step 6).
+    """Rotate a matrix and give it one size (FORMAT of the published encoder, step 6).
 
     weight: [K, N] float32.   input_signs: [K], output_signs: [N] of +1 and -1.
-    Returns (rotated [K, N], suh [K], svh [N]), float32. Zero columns get svh 0.
+    row_scales: [K], positive, see layer_scales; by default each row gets the target size.
+    Returns (rotated [K, N], suh [K], svh [N]), float32. Zero columns get svh 0, zero rows a suh
+    that is 0 in float16.
     """
     svh = torch.where((weight != 0).any(0), output_signs, 0)
     rotated = rotate(weight * svh)
     row_rms = ordered_mean_square(rotated).sqrt().float()
-    suh = input_signs * (row_rms / TARGET_RMS - _TINY)
-    return rotate_rows(rotated / suh[:, None]), suh, svh
+    if row_scales is None:
+        suh = input_signs * (row_rms / TARGET_RMS - _TINY)
+        return rotate_rows(rotated / suh[:, None]), suh, svh
+    suh = -input_signs * torch.where(row_rms > 0, row_scales, _TINY)
+    rotated = rotate_rows(rotated / suh[:, None])
+    size = float(ordered_mean_square(rotated.flatten()).sqrt()) / -TARGET_RMS or 1.0
+    return rotated / size, suh, svh * size
+
+
+def layer_scales(powers: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Row scales that all gate and up matrices of a layer can share: [H] float32, positive.
+
+    powers: of each matrix the mean square of its rows, [H] float64, in a fixed order.
+    """
+    powers = list(powers)
+    mean = ordered_sum(torch.stack(powers, -1)) / len(powers)
+    return (mean.sqrt() / -TARGET_RMS + _TINY).float()
 
 
 def scale_search_tiles(rotated: torch.Tensor) -> torch.Tensor:
@@ -75,23 +93,23 @@ def scale_search_count(tiles: int) -> tuple[int, int]:
     return len(_COARSE) * -(-tiles // 3), 5 * tiles
 
 
-def search_scale(tiles: torch.Tensor, coarse: Quantize, fine: Quantize) -> tuple[float, float]:
+def search_scale(
+    tiles: torch.Tensor,
+) -> Generator[tuple[bool, torch.Tensor], torch.Tensor, tuple[float, float]]:
     """The global scale g with the least mean square of q(g t) / g - t, and that of the grid.
 
-    tiles: [n, 256] float32.   coarse, fine: tiles -> their quantized values, same shape.
-    A coarse grid on every third tile, a fine one around its best on all, then the vertex of the
-    parabola through the best three, at most half a step away.
+    tiles: [n, 256] float32. A generator that yields (whether q is the fine one, values to
+    quantize [m, 256]) and is sent the quantized values: first a coarse grid on every third tile,
+    then a fine one around its best on all. The scale is the vertex of the parabola through the
+    best three, at most half a step away.
     """
-
-    def error(quantize: Quantize, sample: torch.Tensor, scale: float) -> float:
-        return float(ordered_mean_square((quantize(sample * scale) / scale - sample).flatten()))
-
     if not tiles.any():
         return 1.0, 0.0
-    best = min(_COARSE, key=lambda scale: error(coarse, tiles[::3], scale))
+    errors = yield from _scale_errors(False, tiles[::3], _COARSE)
+    best = _COARSE[min(range(len(_COARSE)), key=errors.__getitem__)]
     grid = [best + _FINE_STEP * step for step in range(-2, 3)]
     grid = [scale for scale in grid if scale > 0]
-    errors = [error(fine, tiles, scale) for scale in grid]
+    errors = yield from _scale_errors(True, tiles, grid)
     at = min(range(len(grid)), key=errors.__getitem__)
     offset = 0.0
     if 0 < at < len(grid) - 1:
@@ -100,3 +118,12 @@ def search_scale(tiles: torch.Tensor, coarse: Quantize, fine: Quantize) -> tuple
         if curvature > 0:
             offset = max(-0.5, min(0.5, 0.5 * (before - after) / curvature))
     return grid[at] + offset * _FINE_STEP, errors[at]
+
+
+def _scale_errors(
+    fine: bool, tiles: torch.Tensor, scales: Sequence[float]
+) -> Generator[tuple[bool, torch.Tensor], torch.Tensor, list[float]]:
+    """Mean square of q(g t) / g - t for each scale g, all quantized at once."""
+    values = yield fine, torch.cat([tiles * scale for scale in scales])
+    pairs = zip(values.split(len(tiles)), scales, strict=True)
+    return [float(ordered_mean_square((v / scale - tiles).flatten())) for v, scale in pairs]

@@ -1,6 +1,6 @@
 """Blockwise error feedback against a Hessian (BlockLDLQ)."""
 
-from collections.abc import Callable
+from collections.abc import Generator
 
 import torch
 
@@ -36,32 +36,36 @@ def feedback_factor(hessian: torch.Tensor, damping: float = DAMPING) -> torch.Te
             break
     else:
         raise ValueError(f"Hessian is not positive definite after {_RETRIES} rounds of damping")
-    for start in range(0, len(lower), TILE):
-        block = slice(start, start + TILE)
-        inverse = torch.linalg.inv(lower[block, block])
-        lower[:, block] = lower[:, block] @ inverse
-        lower[block, block] = 0
-    return lower
+    return _unit_blocks(lower)
+
+
+def _unit_blocks(lower: torch.Tensor) -> torch.Tensor:
+    """A Cholesky factor with its columns divided by their diagonal blocks, which become 0."""
+    blocks = lower.unflatten(1, (-1, TILE)).unflatten(0, (-1, TILE))  # [k, 16, k, 16]
+    place = torch.arange(len(blocks), device=lower.device)
+    inverses = torch.linalg.inv(blocks[place, :, place])
+    columns = lower.unflatten(1, (-1, TILE)).transpose(0, 1) @ inverses
+    unit = columns.transpose(0, 1).contiguous()
+    unit.unflatten(0, (-1, TILE))[place, :, place] = 0
+    return unit.flatten(1)
 
 
 def ldlq(
-    weight: torch.Tensor,
-    factor: torch.Tensor | None,
-    quantize: Callable[[slice, torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
+    weight: torch.Tensor, factor: torch.Tensor | None
+) -> Generator[tuple[slice, torch.Tensor], torch.Tensor, torch.Tensor]:
     """Quantize a matrix in blocks of 16 rows from the last to the first, feeding errors back.
 
     weight: [K, N] float32.   factor: feedback_factor's [K, K], or None for an identity Hessian,
     with which no error is fed back and all rows go at once.
-    quantize: (rows, their targets [n, N]) -> their quantized values.   Returns [K, N] float32.
+    A generator that yields (rows, their targets [n, N]), is sent their quantized values, and
+    returns those of the matrix, [K, N] float32.
     """
     if factor is None:
-        return quantize(slice(0, len(weight)), weight)
+        return (yield slice(0, len(weight)), weight)
     quantized = torch.empty_like(weight)
     error = torch.zeros_like(weight)
     for start in range(len(weight) - TILE, -1, -TILE):
         rows, later = slice(start, start + TILE), slice(start + TILE, None)
-        target = weight[rows] + factor[later, rows].T @ error[later]
-        quantized[rows] = quantize(rows, target)
+        quantized[rows] = yield rows, weight[rows] + factor[later, rows].T @ error[later]
         error[rows] = weight[rows] - quantized[rows]
     return quantized

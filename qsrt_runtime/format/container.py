@@ -132,19 +132,28 @@ class LayerWriter:
 
     def write_expert(self, expert: int, coded: atom.Expert) -> None:
         """Put one expert's bundles into their slots, once for each of 0..experts-1."""
+        modes = (coded.mode13, coded.mode2)
+        self.write_bundles(expert, atom.pack_expert(coded).cpu(), coded.shared_scales.cpu(), modes)
+
+    def write_bundles(
+        self, expert: int, bundles: torch.Tensor, scales: torch.Tensor, modes: tuple[int, int]
+    ) -> None:
+        """As write_expert, for one that is packed.
+
+        bundles: atom.pack_expert's.   scales: [3, H] float16, Expert.shared_scales.   Both on the
+        CPU.   modes: of w1 and w3, and of w2.
+        """
         if expert in self._written or not 0 <= expert < self.geometry.experts:
             raise ValueError(f"expert {expert} is written already or not one of {self.geometry}")
-        scales = coded.shared_scales.cpu()
-        bundles = atom.pack_expert(coded).cpu()
         if not (torch.isfinite(scales).all() and torch.isfinite(_local_scales(bundles)).all()):
             raise FormatError(f"layer {self.layer} expert {expert}: a scale is not finite")
         with paths.naming(self._partial):
-            self._write_bundles(expert, bundles)
-        self._codes[expert] = rates.format_code(coded.mode13, coded.mode2)
+            self._write_slots(expert, bundles)
+        self._codes[expert] = rates.format_code(*modes)
         self._scales[:, expert] = scales
         self._written.add(expert)
 
-    def _write_bundles(self, expert: int, bundles: torch.Tensor) -> None:
+    def _write_slots(self, expert: int, bundles: torch.Tensor) -> None:
         geometry = self.geometry
         start = self._slab_offset + expert * geometry.bundle_bytes
         stride = geometry.slot_stride(geometry.experts)

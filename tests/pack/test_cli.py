@@ -44,7 +44,7 @@ def child(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedPr
 
 @pytest.fixture
 def no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "probe", lambda _method: 1e6)
+    monkeypatch.setattr(plan, "probe", lambda _method, _device: 1e6)
 
 
 @pytest.fixture(scope="module")

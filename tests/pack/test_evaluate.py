@@ -53,7 +53,7 @@ def one_layer_model(folder: Path, *, tied: bool = False, seed: int = 0) -> Path:
 
 def packed(source: Path, out: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "probe", lambda _method: 1e6)
+        patch.setattr(plan, "probe", lambda _method, _device: 1e6)
         job.run(job.prepare(source, out, Settings(search="fast")), show_progress=False)
     return out
 

@@ -13,7 +13,7 @@ import torch
 from checkpoints import PARTS, config, expert_key, write_checkpoint
 from safetensors.torch import load_file
 
-from qsrt_pack import job, plan
+from qsrt_pack import job, plan, produce
 from qsrt_pack.encode.expert import Settings
 from qsrt_pack.restore import DensePackage
 from qsrt_pack.source.checkpoint import digest_files, open_checkpoint
@@ -30,7 +30,7 @@ Weights = dict[str, torch.Tensor]
 @pytest.fixture(autouse=True)
 def no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan's speed is none of these tests' business."""
-    monkeypatch.setattr(plan, "probe", lambda _method: 1e6)
+    monkeypatch.setattr(plan, "probe", lambda _method, _device: 1e6)
 
 
 def convert(
@@ -310,8 +310,8 @@ def test_scales_beyond_float16_name_the_expert(tmp_path: Path) -> None:
     assert_nothing_was_made(source, tmp_path / "out", "layer 0 expert 1: .* beyond float16")
 
 
-def fail_at(call: int, error: BaseException, real: Callable = job.encode_expert) -> Callable:
-    """encode_expert that fails when it is called for the nth time."""
+def fail_at(call: int, error: BaseException, real: Callable = produce.expert_steps) -> Callable:
+    """expert_steps that fails when it is called for the nth time."""
     calls = 0
 
     def failing(*arguments: object, **options: object) -> object:
@@ -336,7 +336,7 @@ def test_a_failure_in_the_middle_changes_nothing(
     if old:
         out.mkdir()
         (out / "precious").write_text("kept")
-    monkeypatch.setattr(job, "encode_expert", fail_at(2, error))
+    monkeypatch.setattr(produce, "expert_steps", fail_at(2, error))
     with pytest.raises(type(error)):
         convert(source, out, overwrite=old)
     assert sorted(p.name for p in tmp_path.iterdir()) == (["model", "out"] if old else ["model"])
@@ -390,7 +390,7 @@ def test_a_source_that_changes_during_the_run_is_refused(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = shutil.copytree(small, tmp_path / "model")
-    real = job.encode_expert
+    real = produce.expert_steps
 
     def encode(*arguments: object, **options: object) -> object:
         shard = min(source.glob("*.safetensors"))
@@ -399,7 +399,7 @@ def test_a_source_that_changes_during_the_run_is_refused(
         shard.write_bytes(data)
         return real(*arguments, **options)
 
-    monkeypatch.setattr(job, "encode_expert", encode)
+    monkeypatch.setattr(produce, "expert_steps", encode)
     with pytest.raises(FormatError, match="model changed since it was opened"):
         job.run(job.prepare(source, tmp_path / "out", FAST), show_progress=False)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
@@ -408,7 +408,7 @@ def test_a_source_that_changes_during_the_run_is_refused(
 def test_a_source_that_changes_before_the_run_is_refused(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job, "encode_expert", fail_at(1, AssertionError("encoded")))
+    monkeypatch.setattr(produce, "expert_steps", fail_at(1, AssertionError("encoded")))
     source = shutil.copytree(small, tmp_path / "model")
     prepared = job.prepare(source, tmp_path / "out", FAST)
     config = source / "config.json"

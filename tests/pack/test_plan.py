@@ -5,6 +5,7 @@ from pathlib import Path
 
 import checkpoints
 import pytest
+import torch
 
 from qsrt_pack import plan as module
 from qsrt_pack.encode.expert import Settings
@@ -22,7 +23,7 @@ RATES = {"exact": 1e5, "fast": 1e6}
 @pytest.fixture(autouse=True)
 def no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measuring the speed takes seconds; one test does."""
-    monkeypatch.setattr(module, "probe", RATES.__getitem__)
+    monkeypatch.setattr(module, "probe", lambda method, _device: RATES[method])
 
 
 def plan_of(source: Path, out: Path, settings: Settings = FAST, loader: str = "qsrt") -> dict:
@@ -115,7 +116,7 @@ def test_memory_grows_with_the_matrix_and_the_modes() -> None:
 
 
 def test_the_probe_measures() -> None:
-    rates = [probe(method) for method in ("exact", "fast")]
+    rates = [probe(method, torch.device("cpu")) for method in ("exact", "fast")]
     assert 0 < rates[0] < rates[1]
 
 

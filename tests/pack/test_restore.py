@@ -72,7 +72,7 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     )
     source = write_checkpoint(folder / "model", config_value=value, weights=weights)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "probe", lambda _method: 1e6)
+        patch.setattr(plan, "probe", lambda _method, _device: 1e6)
         job.run(job.prepare(source, folder / "out", Settings(search="fast")), show_progress=False)
     return source, folder / "out"
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from checkpoints import edit_json
 
-from qsrt_pack import job, plan
+from qsrt_pack import job, plan, produce
 from qsrt_pack.encode.expert import Settings
 from qsrt_pack.restore import decode_package
 from qsrt_pack.validate import validate
@@ -22,19 +22,19 @@ Encode = Callable[..., object]
 
 @pytest.fixture(autouse=True)
 def no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "probe", lambda _method: 1e6)
+    monkeypatch.setattr(plan, "probe", lambda _method, _device: 1e6)
 
 
 @pytest.fixture
 def encoded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """(layer, expert) of every expert that is encoded, in order."""
-    calls, real = [], job.encode_expert
+    calls, real = [], produce.expert_steps
 
     def encode(*arguments: object, layer: int, expert: int, **options: object) -> object:
         calls.append((layer, expert))
         return real(*arguments, layer=layer, expert=expert, **options)
 
-    monkeypatch.setattr(job, "encode_expert", encode)
+    monkeypatch.setattr(produce, "expert_steps", encode)
     return calls
 
 
@@ -45,7 +45,7 @@ def convert(source: Path, out: Path, settings: Settings = FAST, **options: objec
 
 def stop(source: Path, out: Path, after: int, error: BaseException, **options: object) -> None:
     """Convert until so many experts are encoded, then fail."""
-    calls, real = 0, job.encode_expert
+    calls, real = 0, produce.expert_steps
 
     def failing(*arguments: object, **settings: object) -> object:
         nonlocal calls
@@ -55,7 +55,7 @@ def stop(source: Path, out: Path, after: int, error: BaseException, **options: o
         return real(*arguments, **settings)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job, "encode_expert", failing)
+        patch.setattr(produce, "expert_steps", failing)
         with pytest.raises(type(error)):
             convert(source, out, **options)
 
@@ -266,7 +266,7 @@ def test_what_is_replaced_stays_until_the_end(
 def test_a_layer_of_a_source_that_changed_meanwhile_is_not_kept(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, shard = job.encode_expert, checkpoint / "model-00001-of-00002.safetensors"
+    real, shard = produce.expert_steps, checkpoint / "model-00001-of-00002.safetensors"
     data = shard.read_bytes()
 
     def encode(*arguments: object, layer: int, **options: object) -> object:
@@ -274,7 +274,7 @@ def test_a_layer_of_a_source_that_changed_meanwhile_is_not_kept(
             shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
         return real(*arguments, layer=layer, **options)
 
-    monkeypatch.setattr(job, "encode_expert", encode)
+    monkeypatch.setattr(produce, "expert_steps", encode)
     with pytest.raises(FormatError, match="changed since it was opened"):
         convert(checkpoint, tmp_path / "out")
     state = json.loads((tmp_path / "out.partial" / "state.json").read_text())

@@ -47,7 +47,7 @@ class Faults:
             number = errno.ENOSPC if self.full else errno.EIO
             raise OSError(number, os.strerror(number))
         if self.fault == "interrupt":
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
             return
         if self.fault == "power":
             self.lose_power()
@@ -60,7 +60,8 @@ class Faults:
                 real["rename"](target, source)
                 self.moved(target, source)
                 if before is not None:
-                    Path(target).write_bytes(before)
+                    with real_open(target, "wb") as file:
+                        file.write(before)
         for folder, _, names in os.walk(self.root):
             for name in names:
                 path = os.path.join(folder, name)
@@ -164,6 +165,7 @@ def fsync(descriptor: int) -> None:
 
 
 if "QSRT_FAULT" in os.environ:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job ignores it
     faults = Faults(**json.loads(os.environ["QSRT_FAULT"]))
     real_open, real_create, real_fsync = builtins.open, os.open, os.fsync
     names = ("rename", "replace", "unlink", "remove", "rmdir", "mkdir", "link", "symlink")

@@ -6,17 +6,20 @@ import pytest
 import torch
 
 from qsrt_pack.encode import expert as module
+from qsrt_pack.encode import lockstep
 from qsrt_pack.encode.expert import (
     EncodedExpert,
+    EncodedMatrix,
     Settings,
     encode_expert,
-    encode_matrix,
+    matrix_steps,
     modes_tried,
     scale_sample,
     scale_search_weights,
 )
 from qsrt_pack.encode.incoherence import scale_search_tiles
 from qsrt_pack.encode.permutation import channels_of_groups
+from qsrt_pack.encode.viterbi import search
 from qsrt_runtime.format import atom, decode
 from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.format.rates import stored_channels
@@ -29,6 +32,10 @@ SHAPES = {
     "w2": (HIDDEN, INTERMEDIATE),
 }
 Weights = dict[str, torch.Tensor]
+
+
+def encode_matrix(*arguments: object, **options: object) -> dict[int, EncodedMatrix]:
+    return lockstep.run(matrix_steps(*arguments, **options), search)
 
 
 def normal_weights(seed: int = 0) -> Weights:

@@ -1,10 +1,13 @@
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from qsrt_pack.encode.ldlq import DAMPING, feedback_factor, ldlq, rotate_hessian
+from qsrt_pack.encode import ldlq as module
+from qsrt_pack.encode.ldlq import DAMPING, feedback_factor, rotate_hessian
+from qsrt_pack.encode.lockstep import serve
 
 Tensors = dict[str, torch.Tensor]
 
@@ -16,6 +19,10 @@ def data(golden: Path) -> Tensors:
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def ldlq(weight: torch.Tensor, factor: torch.Tensor | None, quantize: Callable) -> torch.Tensor:
+    return serve(module.ldlq(weight, factor), quantize)
 
 
 def halves(_rows: slice, values: torch.Tensor) -> torch.Tensor:

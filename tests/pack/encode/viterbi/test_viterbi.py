@@ -1,10 +1,16 @@
 """search(): the one place where the device decides."""
 
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from qsrt_pack.encode import viterbi
 
+ROOT = Path(__file__).parents[4]
 TARGETS = torch.randn(3, 256, generator=torch.Generator().manual_seed(1)) * 1.4
 
 
@@ -21,10 +27,31 @@ def test_exact_is_the_default_and_the_methods_differ():
     assert viterbi.METHODS == ("exact", "fast")
 
 
-def test_other_devices_take_the_reference(monkeypatch):
-    monkeypatch.setattr(viterbi, "search_reference", lambda targets, bits: (targets.device, bits))
+def test_other_devices_take_the_kernel(monkeypatch):
+    stand_in = SimpleNamespace(search_kernel=lambda targets, bits: (targets, bits))
+    monkeypatch.setitem(sys.modules, f"{viterbi.__name__}.kernel", stand_in)
     there = torch.empty(1, 256, device="meta")
-    assert viterbi.search(there, 3) == (there.device, 3)
+    found, bits = viterbi.search(there, 3)
+    assert found is there
+    assert bits == 3
+
+
+def test_the_cpu_needs_no_triton():
+    code = """
+import sys
+sys.modules["triton"] = None  # which makes its import an error
+import torch
+from qsrt_pack.encode.viterbi import search
+print(search(torch.zeros(1, 256), 4).shape)
+try:
+    search(torch.zeros(1, 256, device="meta"), 4)
+except ImportError as error:
+    print(error.name)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == ["torch.Size([1, 256])", "triton"], done.stderr
 
 
 def test_fast_is_for_the_cpu_only():

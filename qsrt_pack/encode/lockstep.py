@@ -1,0 +1,78 @@
+"""Many encodings at once: each is a generator that asks for searches, answered together.
+
+A generator yields lists of requests and is sent the edges found for each. What needs one search
+after another, such as error feedback from block to block, stays plain code; the searches of all
+matrices and experts that are at such a point go to the device in one call. A search's result
+depends on its own tile alone, so the company it keeps changes nothing.
+"""
+
+from collections.abc import Callable, Generator, Iterable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+
+class Request(NamedTuple):
+    """Tiles to search.
+
+    targets: [n, 256] float32, trellis order, in codebook units.   bits, method: see viterbi.search.
+    """
+
+    targets: torch.Tensor
+    bits: int
+    method: str
+
+
+Steps = Generator[list[Request], list[torch.Tensor], Result]
+Search = Callable[[torch.Tensor, int, str], torch.Tensor]
+
+
+def serve(steps: Generator[tuple, Any, Result], answer: Callable[..., Any]) -> Result:
+    """Run a generator to its end; each tuple that it yields is answered by answer(*tuple)."""
+    reply = None
+    while True:
+        try:
+            request = steps.send(reply)
+        except StopIteration as end:
+            return end.value
+        reply = answer(*request)
+
+
+def together(generators: Iterable[Steps[Result]]) -> Steps[list[Result]]:
+    """Run generators in lockstep as one; returns what each of them returns."""
+    running = dict(enumerate(generators))
+    results = dict.fromkeys(running)
+    replies: dict[int, list[torch.Tensor] | None] = dict.fromkeys(running)
+    while running:
+        asked = {}
+        for number, steps in list(running.items()):
+            try:
+                asked[number] = steps.send(replies[number])
+            except StopIteration as end:
+                results[number] = end.value
+                del running[number]
+        if asked:
+            found = iter((yield [request for requests in asked.values() for request in requests]))
+            replies = {n: [next(found) for _ in requests] for n, requests in asked.items()}
+    return list(results.values())
+
+
+def run(steps: Steps[Result], search: Search) -> Result:
+    """Run a generator, with one search for all its requests of a rate and method at each step."""
+
+    def answer(*requests: Request) -> list[torch.Tensor]:
+        found: list[torch.Tensor | None] = [None] * len(requests)
+        groups: dict[tuple[int, str], list[int]] = {}
+        for place, request in enumerate(requests):
+            groups.setdefault((request.bits, request.method), []).append(place)
+        for (bits, method), places in groups.items():
+            parts = [requests[place].targets for place in places]
+            targets = parts[0] if len(parts) == 1 else torch.cat(parts)
+            edges = search(targets, bits, method).split([len(part) for part in parts])
+            for place, part in zip(places, edges, strict=True):
+                found[place] = part
+        return found
+
+    return serve(steps, answer)
