@@ -1,8 +1,10 @@
 """Encode one expert: order its channels, rotate, scale, search, pack, and check the result."""
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 import qsrt_runtime
 from qsrt_pack.encode import incoherence, lockstep, permutation
 from qsrt_pack.encode.ldlq import DAMPING, feedback_factor, ldlq, rotate_hessian
-from qsrt_pack.encode.lockstep import Request, Steps
+from qsrt_pack.encode.lockstep import Found, Request, Steps
 from qsrt_pack.encode.ordered import ordered_mean_square, root_mean_square
 from qsrt_pack.encode.viterbi import search
 from qsrt_runtime.format import atom, codebook, decode, tile
@@ -244,8 +246,8 @@ def _scale_steps(rotated: torch.Tensor, method: str) -> Steps[float]:
             fine, tiles = steps.send(values)
         except StopIteration as end:
             return end.value[0]
-        (edges,) = yield [Request(tiles, _SCALE_BITS, method if fine else coarse)]
-        values = _values(edges, _SCALE_BITS)
+        (found,) = yield [Request(tiles, _SCALE_BITS, method if fine else coarse)]
+        values = found.values
 
 
 def scale_sample(rotated: torch.Tensor) -> torch.Tensor:
@@ -273,39 +275,52 @@ def _tile_steps(
 ) -> Steps[tuple[torch.Tensor, torch.Tensor]]:
     """Edges [K/16, N/16, 256] uint8 and the values [K, N] they decode to."""
     rows, columns = (size // TILE for size in rotated.shape)
-    tile_bits = torch.tensor(bits).repeat_interleave(_TILES_PER_RECORD)
-    tile_bits = tile_bits[None].expand(rows, -1) if rate_axis == "out" else tile_bits[:, None]
-    tile_bits = tile_bits.expand(rows, columns)
     edges = torch.empty(rows, columns, tile.POSITIONS, dtype=torch.uint8, device=rotated.device)
+    by_rate = functools.cache(partial(_tiles_by_rate, bits, rate_axis, columns, rotated.device))
     steps, values = ldlq(rotated, factor), None
     while True:
         try:
             span, target = steps.send(values)
         except StopIteration as end:
             return edges, end.value
-        block = slice(span.start // TILE, span.stop // TILE)
-        paths = tile.to_trellis_order(_to_tiles(target).flatten(0, 1))
-        found, decoded = yield from _search_steps(paths, tile_bits[block].flatten(), method)
-        edges[block] = found.unflatten(0, (-1, columns))
-        values = _from_tiles(tile.to_row_major(decoded).unflatten(0, (-1, columns)))
+        first, last = span.start // TILE, span.stop // TILE
+        paths = tile.to_trellis_order(tile.of_matrix(target).flatten(0, 1))
+        # With the rates on the output axis, all rows of tiles are alike.
+        groups = by_rate(first, last) if rate_axis == "in" else by_rate(0, last - first)
+        found = yield from _search_steps(paths, groups, method)
+        edges[first:last] = found.edges.unflatten(0, (-1, columns))
+        values = tile.to_matrix(tile.to_row_major(found.values).unflatten(0, (-1, columns)))
 
 
-def _search_steps(
-    paths: torch.Tensor, tile_bits: torch.Tensor, method: str
-) -> Steps[tuple[torch.Tensor, torch.Tensor]]:
-    """Edges and values, both [n, 256], of tiles at their own rates. tile_bits: [n], on the CPU."""
-    rates = tile_bits.unique().tolist()
-    if len(rates) == 1:
-        (found,) = yield [Request(paths, rates[0], method)]
-        return found, _values(found, rates[0])
-    places = [(tile_bits == rate).nonzero()[:, 0].to(paths.device) for rate in rates]
-    pairs = list(zip(rates, places, strict=True))
-    parts = yield [Request(paths[at], rate, method) for rate, at in pairs]
-    edges = torch.empty_like(paths, dtype=torch.uint8)
-    values = torch.empty_like(paths)
-    for (rate, at), part in zip(pairs, parts, strict=True):
-        edges[at], values[at] = part, _values(part, rate)
-    return edges, values
+_Groups = list[tuple[int, torch.Tensor]]
+
+
+def _tiles_by_rate(
+    bits: tuple[int, ...],
+    rate_axis: str,
+    columns: int,
+    device: torch.device,
+    first: int,
+    last: int,
+) -> _Groups:
+    """The rates in some rows of tiles, each with the places [m] int64 of the tiles that have it."""
+    rates = torch.tensor(bits).repeat_interleave(_TILES_PER_RECORD)
+    if rate_axis == "in":
+        rates = rates[first:last].repeat_interleave(columns)
+    else:
+        rates = rates.repeat(last - first)
+    return [(rate, (rates == rate).nonzero()[:, 0].to(device)) for rate in rates.unique().tolist()]
+
+
+def _search_steps(paths: torch.Tensor, groups: _Groups, method: str) -> Steps[Found]:
+    """Search tiles [n, 256] at their own rates."""
+    if len(groups) == 1:
+        return (yield [Request(paths, groups[0][0], method)])[0]
+    parts = yield [Request(paths[places], rate, method) for rate, places in groups]
+    found = Found(torch.empty_like(paths, dtype=torch.uint8), torch.empty_like(paths))
+    for (_, places), part in zip(groups, parts, strict=True):
+        found.edges[places], found.values[places] = part
+    return found
 
 
 def _pack(
@@ -336,7 +351,7 @@ def _check_decode(coded: atom.Expert, chosen: dict[str, EncodedMatrix], geometry
     stored = stored_channels(geometry.records).to(bundles.device)
     for name, matrix in chosen.items():
         expected = matrix.dense[:, stored] if name != "w2" else matrix.dense[stored]
-        error, norm = float((decoded[name].T - expected).norm()), float(expected.norm())
+        error, norm = torch.stack([(decoded[name].T - expected).norm(), expected.norm()]).tolist()
         if not error <= DECODE_TOLERANCE * norm:
             raise ArithmeticError(
                 f"{name}: the packed bytes decode with an error of {error:.2g} where the norm is "
@@ -344,25 +359,9 @@ def _check_decode(coded: atom.Expert, chosen: dict[str, EncodedMatrix], geometry
             )
 
 
-def _values(edges: torch.Tensor, bits: int) -> torch.Tensor:
-    """[n, 256] edges -> the values of their states, trellis order."""
-    states = tile.states_of_edges(edges, bits)
-    return codebook.values(bits).to(edges.device)[states]
-
-
-def _to_tiles(matrix: torch.Tensor) -> torch.Tensor:
-    """[16 a, 16 b] -> [a, b, 16, 16]."""
-    return matrix.unflatten(1, (-1, TILE)).unflatten(0, (-1, TILE)).transpose(1, 2)
-
-
-def _from_tiles(tiles: torch.Tensor) -> torch.Tensor:
-    """[a, b, 16, 16] -> [16 a, 16 b]."""
-    return tiles.transpose(1, 2).flatten(2).flatten(0, 1)
-
-
 def _nmse(source: torch.Tensor, decoded: torch.Tensor) -> float:
-    power = float(ordered_mean_square(source.flatten()))
-    error = float(ordered_mean_square((source - decoded).flatten()))
+    both = [ordered_mean_square(x.flatten()) for x in (source, source - decoded)]
+    power, error = torch.stack(both).tolist()
     return error / power if power else error
 
 

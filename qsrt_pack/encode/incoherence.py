@@ -124,6 +124,7 @@ def _scale_errors(
     fine: bool, tiles: torch.Tensor, scales: Sequence[float]
 ) -> Generator[tuple[bool, torch.Tensor], torch.Tensor, list[float]]:
     """Mean square of q(g t) / g - t for each scale g, all quantized at once."""
-    values = yield fine, torch.cat([tiles * scale for scale in scales])
-    pairs = zip(values.split(len(tiles)), scales, strict=True)
-    return [float(ordered_mean_square((v / scale - tiles).flatten())) for v, scale in pairs]
+    factors = torch.tensor(scales, device=tiles.device)[:, None, None]
+    values = yield fine, (tiles * factors).flatten(0, 1)
+    errors = values.unflatten(0, (len(scales), -1)) / factors - tiles
+    return ordered_mean_square(errors.flatten(1)).tolist()

@@ -1,6 +1,6 @@
 """Many encodings at once: each is a generator that asks for searches, answered together.
 
-A generator yields lists of requests and is sent the edges found for each. What needs one search
+A generator yields lists of requests and is sent what was found for each. What needs one search
 after another, such as error feedback from block to block, stays plain code; the searches of all
 matrices and experts that are at such a point go to the device in one call. A search's result
 depends on its own tile alone, so the company it keeps changes nothing.
@@ -10,6 +10,8 @@ from collections.abc import Callable, Generator, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+
+from qsrt_runtime.format import codebook, tile
 
 Result = TypeVar("Result")
 
@@ -25,7 +27,14 @@ class Request(NamedTuple):
     method: str
 
 
-Steps = Generator[list[Request], list[torch.Tensor], Result]
+class Found(NamedTuple):
+    """The edges of a request's tiles [n, 256] uint8, and the values that they decode to."""
+
+    edges: torch.Tensor
+    values: torch.Tensor
+
+
+Steps = Generator[list[Request], list[Found], Result]
 Search = Callable[[torch.Tensor, int, str], torch.Tensor]
 
 
@@ -44,7 +53,7 @@ def together(generators: Iterable[Steps[Result]]) -> Steps[list[Result]]:
     """Run generators in lockstep as one; returns what each of them returns."""
     running = dict(enumerate(generators))
     results = dict.fromkeys(running)
-    replies: dict[int, list[torch.Tensor] | None] = dict.fromkeys(running)
+    replies: dict[int, list[Found] | None] = dict.fromkeys(running)
     while running:
         asked = {}
         for number, steps in list(running.items()):
@@ -62,17 +71,20 @@ def together(generators: Iterable[Steps[Result]]) -> Steps[list[Result]]:
 def run(steps: Steps[Result], search: Search) -> Result:
     """Run a generator, with one search for all its requests of a rate and method at each step."""
 
-    def answer(*requests: Request) -> list[torch.Tensor]:
-        found: list[torch.Tensor | None] = [None] * len(requests)
+    def answer(*requests: Request) -> list[Found]:
+        found: list[Found | None] = [None] * len(requests)
         groups: dict[tuple[int, str], list[int]] = {}
         for place, request in enumerate(requests):
             groups.setdefault((request.bits, request.method), []).append(place)
         for (bits, method), places in groups.items():
             parts = [requests[place].targets for place in places]
             targets = parts[0] if len(parts) == 1 else torch.cat(parts)
-            edges = search(targets, bits, method).split([len(part) for part in parts])
-            for place, part in zip(places, edges, strict=True):
-                found[place] = part
+            edges = search(targets, bits, method)
+            values = codebook.values(bits, edges.device)[tile.states_of_edges(edges, bits)]
+            sizes = [len(part) for part in parts]
+            pieces = zip(places, edges.split(sizes), values.split(sizes), strict=True)
+            for place, *part in pieces:
+                found[place] = Found(*part)
         return found
 
     return serve(steps, answer)

@@ -21,6 +21,7 @@ _BREAKPOINTS = (
     *(388, 421, 454, 486, 519, 567, 630, 693, 754, 814, 873, 930, 986, 1068, 1170, 1267, 1356),
     *(1439, 1514, 1583, 1646, 1727, 1816, 1884, 1935, 1972, 1998, 2016, 2028, 2039, 2045, 2047),
 )
+_CPU = torch.device("cpu")
 _MULTIPLIER = 0x3FA7D929
 _INCREMENT = 0xC928FD8E
 
@@ -60,6 +61,6 @@ def labels(bits: int) -> torch.Tensor:
 
 
 @functools.cache
-def values(bits: int) -> torch.Tensor:
-    """The value of every state's label: [65536] float32, between -5.5 and 5.5."""
-    return labels(bits).view(torch.float8_e4m3fn).to(torch.float32)
+def values(bits: int, device: torch.device = _CPU) -> torch.Tensor:
+    """The value of every state's label: [65536] float32 on a device, between -5.5 and 5.5."""
+    return labels(bits).view(torch.float8_e4m3fn).to(torch.float32).to(device)

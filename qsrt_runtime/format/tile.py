@@ -11,10 +11,11 @@ import torch
 from qsrt_runtime.format import codebook
 
 POSITIONS = 256
+_CPU = torch.device("cpu")
 
 
 @functools.cache
-def row_major_place() -> torch.Tensor:
+def row_major_place(device: torch.device = _CPU) -> torch.Tensor:
     """16 * row + column of each trellis position: [256] int64, a permutation.
 
     The order of an mma fragment: lane = position // 8 holds rows 2*(lane % 4) + {0, 1, 8, 9} of
@@ -23,23 +24,33 @@ def row_major_place() -> torch.Tensor:
     position = torch.arange(POSITIONS)
     lane, j = position // 8, position % 8
     row = 2 * (lane % 4) + (j & 1) + 8 * ((j >> 1) & 1)
-    return 16 * row + lane // 4 + 8 * (j >> 2)
+    return (16 * row + lane // 4 + 8 * (j >> 2)).to(device)
 
 
 @functools.cache
-def trellis_position() -> torch.Tensor:
+def trellis_position(device: torch.device = _CPU) -> torch.Tensor:
     """The trellis position of each row-major place, the inverse of `row_major_place`."""
-    return torch.argsort(row_major_place())
+    return torch.argsort(row_major_place()).to(device)
 
 
 def to_trellis_order(tiles: torch.Tensor) -> torch.Tensor:
     """[n, 16, 16] row-major tiles -> [n, 256] in trellis order, any dtype."""
-    return tiles.flatten(1)[:, row_major_place().to(tiles.device)]
+    return tiles.flatten(1)[:, row_major_place(tiles.device)]
 
 
 def to_row_major(path: torch.Tensor) -> torch.Tensor:
     """[n, 256] in trellis order -> [n, 16, 16] row-major tiles, any dtype."""
-    return path[:, trellis_position().to(path.device)].unflatten(1, (16, 16))
+    return path[:, trellis_position(path.device)].unflatten(1, (16, 16))
+
+
+def of_matrix(matrix: torch.Tensor) -> torch.Tensor:
+    """Cut a matrix into tiles: [16 a, 16 b] -> [a, b, 16, 16]."""
+    return matrix.unflatten(1, (-1, 16)).unflatten(0, (-1, 16)).transpose(1, 2)
+
+
+def to_matrix(tiles: torch.Tensor) -> torch.Tensor:
+    """The inverse of of_matrix: [a, b, 16, 16] -> [16 a, 16 b]."""
+    return tiles.transpose(1, 2).flatten(2).flatten(0, 1)
 
 
 def pack_edges(edges: torch.Tensor, bits: int) -> torch.Tensor:
@@ -86,7 +97,7 @@ def edges(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 def values(words: torch.Tensor, bits: int) -> torch.Tensor:
     """The weights of tiles: words [n, 16 * bits] int16 -> [n, 16, 16] float32, row-major."""
-    return to_row_major(codebook.values(bits).to(words.device)[states(words, bits)])
+    return to_row_major(codebook.values(bits, words.device)[states(words, bits)])
 
 
 def _swap_neighbours(words: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
 
+import triton
+import triton.language as tl
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
@@ -59,7 +62,7 @@ def median_seconds(work: Callable[[], object], repeats: int = 7) -> float:
 
 def squared_errors(targets: torch.Tensor, edges: torch.Tensor, bits: int) -> torch.Tensor:
     """Of each tile, in float64."""
-    values = codebook.values(bits).to(targets.device)[tile.states_of_edges(edges, bits)]
+    values = codebook.values(bits, targets.device)[tile.states_of_edges(edges, bits)]
     return (targets.double() - values.double()).square().sum(1)
 
 
@@ -98,6 +101,44 @@ def tile_search(bits: int) -> Report:
     }
 
 
+@triton.jit
+def arithmetic(OUT, rounds, OPERATIONS: tl.constexpr):
+    """Rounds of the packed search's arithmetic on eight independent words of each thread."""
+    thread = tl.arange(0, 512)
+    a, b, c, d = thread, thread + 1, thread + 2, thread + 3
+    e, f, g, h = thread + 4, thread + 5, thread + 6, thread + 7
+    for _ in range(rounds):
+        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
+            OPERATIONS,
+            "=r,=r,=r,=r,=r,=r,=r,=r,0,1,2,3,4,5,6,7",
+            [a, b, c, d, e, f, g, h],
+            dtype=(tl.int32,) * 8,
+            is_pure=False,
+            pack=1,
+        )
+    tl.store(OUT + tl.program_id(0) * 512 + thread, a + b + c + d + e + f + g + h)
+
+
+def arithmetic_rate() -> Report:
+    """How fast the search could be if it did nothing but its arithmetic.
+
+    For two edges: a subtraction, a multiply-add, half a minimum of three (of two words each, on
+    words of two halves); a weight costs 2 * 65,536 edges.
+    """
+    lines = []
+    for word in range(64):
+        x, y, z = f"${word % 8}", f"${(word + 3) % 8}", f"${(word + 5) % 8}"
+        lines.append(f"sub.f16x2 {x}, {y}, {x}; fma.rn.f16x2 {x}, {x}, {x}, {z};")
+        if word % 2:
+            lines.append(f"min.f16x2 {x}, {x}, {y}; min.f16x2 {x}, {x}, {z};")
+    processors, rounds = torch.cuda.get_device_properties(0).multi_processor_count, 2000
+    out = torch.empty(processors * 512, dtype=torch.int32, device="cuda")
+    text = "\n".join(lines)
+    seconds = median_seconds(lambda: arithmetic[(processors,)](out, rounds, text, num_warps=16))
+    edges = processors * 512 * rounds * 64 * 2 / seconds
+    return {"what": "arithmetic alone", "million_weights_per_second": edges / 2 / 65536 / 1e6}
+
+
 def copy_rate() -> Report:
     """The device's own copy, bytes read and written."""
     a = torch.randn(1 << 28, device="cuda")
@@ -128,6 +169,7 @@ def feedback(experts: int = 4) -> Report:
         lockstep.run(lockstep.together(steps), search)
         torch.cuda.synchronize()
 
+    work()  # compiles
     start = time.perf_counter()
     work()
     seconds = time.perf_counter() - start
@@ -187,7 +229,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         return not check_interpreted()
-    reports = [tile_search(bits) for bits in (3, 2, 4)] + [copy_rate(), feedback()]
+    reports = [tile_search(bits) for bits in (3, 2, 4)] + [arithmetic_rate(), copy_rate()]
+    reports.append(feedback())
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         reports += conversion(Path(folder), arguments.experts)
     for report in reports:

@@ -37,7 +37,8 @@ def search_kernel(targets: torch.Tensor, bits: int) -> torch.Tensor:
     Returns edges: [n, 256] uint8 on the same device, trellis order, each < 2**bits.
     """
     device = targets.device
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    if not is_nvidia or torch.cuda.get_device_capability(device) < (8, 0):
         return search_plain(targets, bits)
     check(targets, bits)
     edges = torch.empty(targets.shape, dtype=torch.uint8, device=device)
@@ -93,12 +94,18 @@ def _texts(bits: int) -> dict[str, tuple[str, str]]:
     return {name: (r.text, r.constraints) for name, r in routines.items()}
 
 
-@functools.cache
-def _tiles(bits: int, device: torch.device) -> int:
-    """Tiles of a program, as many as shared memory has room for their costs, twice."""
-    room = torch.cuda.get_device_properties(device).shared_memory_per_block_optin - 1024
+def _tiles(count: int, bits: int, device: torch.device) -> int:
+    """Tiles of a program: many hide each other's latency, but every multiprocessor gets some.
+
+    Shared memory must have room for their costs, twice.
+    """
+    properties = torch.cuda.get_device_properties(device)
+    room = properties.shared_memory_per_block_optin - 1024
     tiles = _MOST_TILES[bits]
-    while tiles > 1 and tiles * (4 << (16 - bits)) > room:
+    while tiles > 1 and (
+        tiles * (4 << (16 - bits)) > room
+        or triton.cdiv(count, tiles) < properties.multi_processor_count
+    ):
         tiles //= 2
     return tiles
 
@@ -111,7 +118,7 @@ def _search_packed(targets: torch.Tensor, bits: int, edges: torch.Tensor) -> Non
     doubled = torch.stack([halves, halves], -1).view(torch.int32)
     history = torch.empty(count * _TILE_BYTES // 2, dtype=torch.float16, device=device)
     boundary, last, node = torch.empty(3, count, dtype=torch.int32, device=device).unbind()
-    tiles = _tiles(bits, device)
+    tiles = _tiles(count, bits, device)
     grid, trace_grid = (triton.cdiv(count, tiles),), (triton.cdiv(count, _TRACED),)
     texts = _texts(bits)
     for start, kept_from, end in ((HALF, HALF, last), (0, 0, boundary)):
@@ -302,7 +309,7 @@ def trace(
 
 def _search_plain(targets: torch.Tensor, bits: int, edges: torch.Tensor) -> None:
     count, device, nodes = len(targets), targets.device, 1 << (16 - bits)
-    values = codebook.values(bits).to(device)
+    values = codebook.values(bits, device)
     costs = torch.empty(count, 2, nodes, device=device)
     origins = torch.empty(count, STEPS, nodes, dtype=torch.uint8, device=device)
     costs[:, 0] = 0

@@ -68,7 +68,7 @@ def _forward(
     symbols = 1 << bits
     # A state is (oldest edge, middle, newest edge): its predecessor node is the first two,
     # its successor node the last two.
-    values = codebook.values(bits).to(targets.device).view(symbols, -1, symbols)
+    values = codebook.values(bits, targets.device).view(symbols, -1, symbols)
     origins = torch.empty(targets.shape[1], *costs.shape, dtype=torch.uint8, device=costs.device)
     for step, target in enumerate(targets.unbind(1)):
         distance = target[:, None, None, None] - values

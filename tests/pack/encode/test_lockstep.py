@@ -8,18 +8,24 @@ import torch
 from qsrt_pack.encode import viterbi
 from qsrt_pack.encode.expert import Settings, encode_expert, expert_steps
 from qsrt_pack.encode.lockstep import Request, Steps, run, serve, together
-from qsrt_runtime.format import atom
+from qsrt_runtime.format import atom, codebook, tile
+
+
+def edges_of(targets: torch.Tensor, bits: int) -> torch.Tensor:
+    """The edges that Search finds: the first two tell the tile's number, below 16."""
+    number = targets[:, :1].to(torch.uint8)
+    return torch.cat([number // 4, number % 4, torch.full_like(number, bits - 1).repeat(1, 254)], 1)
 
 
 class Search:
-    """In place of the search: an edge is its target times 8 plus bits. Notes its calls."""
+    """In place of the search; notes its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, str, list[float]]] = []
 
     def __call__(self, targets: torch.Tensor, bits: int, method: str) -> torch.Tensor:
         self.calls.append((bits, method, targets[:, 0].tolist()))
-        return (targets * 8 + bits).to(torch.uint8)
+        return edges_of(targets, bits)
 
 
 def request(*numbers: float, bits: int = 3, method: str = "exact") -> Request:
@@ -32,8 +38,9 @@ def asks(name: str, *steps: list[Request]) -> Steps[tuple[str, int]]:
     for requests in steps:
         found = yield requests
         assert len(found) == len(requests)
-        for (targets, bits, _), edges in zip(requests, found, strict=True):
-            assert torch.equal(edges, (targets * 8 + bits).to(torch.uint8))
+        for (targets, bits, _), (edges, values) in zip(requests, found, strict=True):
+            assert torch.equal(edges, edges_of(targets, bits))
+            assert torch.equal(values, codebook.values(bits)[tile.states_of_edges(edges, bits)])
     return name, len(steps)
 
 
@@ -101,10 +108,11 @@ def test_requests_of_no_tile_and_steps_of_no_request() -> None:
     assert [numbers for _, _, numbers in search.calls] == [[2], [1]]
 
 
-def test_no_generators_ask_nothing() -> None:
+def test_what_asks_nothing_is_not_answered() -> None:
     search = Search()
     assert run(together([]), search) == []
     assert list(together([])) == []
+    assert list(together([asks("none")])) == []
     assert search.calls == []
 
 

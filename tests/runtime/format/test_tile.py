@@ -119,3 +119,11 @@ def test_states_are_int32(bits):
     edges = random_edges(1, bits)
     assert tile.states_of_edges(edges, bits).dtype == torch.int32
     assert tile.states(tile.pack_edges(edges, bits), bits).dtype == torch.int32
+
+
+def test_a_matrix_is_cut_row_by_row_and_put_together_again() -> None:
+    matrix = torch.arange(32 * 48).view(32, 48)
+    tiles = tile.of_matrix(matrix)
+    assert tiles.shape == (2, 3, 16, 16)
+    assert torch.equal(tiles[1, 2], matrix[16:, 32:])
+    assert torch.equal(tile.to_matrix(tiles), matrix)
