@@ -158,7 +158,7 @@ def expert_steps(
                 modes=modes_tried(settings, w1.shape[0] // RECORD),
                 method=settings.search,
                 hessian=hessian,
-                hidden=hidden if name != "w2" else None,
+                hidden=hidden,
             )
         )
     try:
@@ -215,14 +215,16 @@ def matrix_steps(
 
     weight: [K, N] float32 with the rate axis ("in": K, "out": N) from least to most important.
     input_signs: [K], output_signs: [N].   hessian: [K, K], second moment of the inputs, None for
-    the identity.   hidden: of a matrix whose inputs are hidden channels, what its layer shares.
+    the identity.   hidden: what the layer shares, None: nothing.
     """
-    scales = None if hidden is None else hidden.scales
+    has_shared_rows = hidden is not None and rate_axis == "out"  # whose inputs are hidden
+    scales = hidden.scales if has_shared_rows else None
     rotated, suh, svh = incoherence.regularize(weight, input_signs, output_signs, scales)
     scale = yield from _scale_steps(rotated, method)
     suh, svh = (suh, svh / scale) if rate_axis == "out" else (suh / scale, svh)
-    suh, svh = map(_as_float16, _balanced(suh, svh))
-    factor = None if hidden is None else hidden.factor
+    move = _power_to_move(suh if hidden is None else hidden.scales)
+    suh, svh = _as_float16(suh / move), _as_float16(svh * move)
+    factor = hidden.factor if has_shared_rows else None
     if hessian is not None:
         factor = feedback_factor(rotate_hessian(hessian, suh.float()))
     rates = {mode: record_bits(mode, weight.shape[rate_axis == "out"] // RECORD) for mode in modes}
@@ -365,16 +367,13 @@ def _nmse(source: torch.Tensor, decoded: torch.Tensor) -> float:
     return error / power if power else error
 
 
-def _balanced(suh: torch.Tensor, svh: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Move a power of two from suh to svh where suh is far from 1, and so from float16's range.
+def _power_to_move(scales: torch.Tensor) -> float:
+    """The power of two to move from suh to svh: not 1 where scales are far from float16's range.
 
     The products, which are all that counts, stay the same to the bit.
     """
-    exponent = math.frexp(float(suh.abs().max()))[1]
-    if -_FAR <= exponent <= _FAR:
-        return suh, svh
-    move = 2.0 ** (exponent // 2)
-    return suh / move, svh * move
+    exponent = math.frexp(float(scales.abs().max()))[1]
+    return 1.0 if -_FAR <= exponent <= _FAR else 2.0 ** (exponent // 2)
 
 
 def _as_float16(scales: torch.Tensor) -> torch.Tensor:

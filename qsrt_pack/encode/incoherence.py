@@ -4,7 +4,8 @@ Matrices here are [K inputs, N outputs]. With suh [K] and svh [N] the source is
 diag(suh) B_K (rotated matrix) B_N diag(svh); see qsrt_runtime.format.rotation.
 """
 
-from collections.abc import Generator, Iterable, Sequence
+import statistics
+from collections.abc import Generator, Sequence
 
 import torch
 
@@ -45,14 +46,20 @@ def regularize(
     return rotated / size, suh, svh * size
 
 
-def layer_scales(powers: Iterable[torch.Tensor]) -> torch.Tensor:
+def layer_scales(powers: Sequence[torch.Tensor]) -> torch.Tensor:
     """Row scales that all gate and up matrices of a layer can share: [H] float32, positive.
 
     powers: of each matrix the mean square of its rows, [H] float64, in a fixed order.
+    The profile over rows is the mean of the matrices' own, each relative to its matrix, and the
+    size that of the median matrix, so that no matrix decides for the others.
     """
-    powers = list(powers)
-    mean = ordered_sum(torch.stack(powers, -1)) / len(powers)
-    return (mean.sqrt() / -TARGET_RMS + _TINY).float()
+    means = [float(ordered_sum(power)) / len(power) for power in powers]
+    relative = [power / mean for power, mean in zip(powers, means, strict=True) if mean]
+    if not relative:
+        return torch.ones(len(powers[0]))
+    profile = ordered_sum(torch.stack(relative, -1)) / len(relative)
+    size = statistics.median_low(mean for mean in means if mean) ** 0.5
+    return (profile.sqrt() * size / -TARGET_RMS + _TINY).float()
 
 
 def scale_search_tiles(rotated: torch.Tensor) -> torch.Tensor:

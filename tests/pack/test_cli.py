@@ -17,6 +17,7 @@ import qsrt_runtime
 from qsrt_pack import job, plan
 from qsrt_pack.cli import main
 from qsrt_pack.inspect import describe, inspect
+from qsrt_pack.ranks import Ranks
 from qsrt_pack.validate import validate
 from qsrt_runtime.format import schema
 from qsrt_runtime.format.errors import FormatError
@@ -256,9 +257,9 @@ def test_quiet_logs_nothing_and_shows_no_progress(
 ) -> None:
     shown, real = [], job.run
 
-    def run(prepared: job.Job, *, show_progress: bool) -> job.Evidence:
+    def run(prepared: job.Job, *, show_progress: bool, ranks: Ranks) -> job.Evidence:
         shown.append(show_progress)
-        return real(prepared, show_progress=show_progress)
+        return real(prepared, show_progress=show_progress, ranks=ranks)
 
     monkeypatch.setattr(job, "run", run)
     arguments = ("convert", small, tmp_path / "out", "--search", "fast")

@@ -342,7 +342,8 @@ def test_text_of_a_package_of_ours(mixed: Path) -> None:
         "            layer 0 expert 3: w1 0.12500 w3 0.50000 w2 0.25000",
         "functional  NMSE 0.37500 (max 0.50000) over 2 experts",
         "tokens      1,070, 0 to 1,000 an expert, over 3 experts",
-        "encoder     exact search, modes all, seed 3, damping 0.025, calibration none, cpu",
+        "encoder     exact search, modes all, hidden side of each layer, seed 3, damping 0.025, "
+        "calibration none, cpu",
         "versions    qsrt 1.2, torch ?[2J, triton none",
     ]
 

@@ -437,3 +437,21 @@ def test_the_worst_experts_are_listed() -> None:
             for e in range(4)
         ),
     ]
+
+
+@pytest.mark.parametrize("hidden_side", ["layer", "expert"])
+def test_the_hidden_side_is_the_layers_or_each_experts(tmp_path: Path, hidden_side: str) -> None:
+    weights = checkpoints.tensors(layers=1, experts=3)
+    for part in PARTS:
+        weights[expert_key(0, 1, part)] *= 100
+        weights[expert_key(0, 2, part)] /= 100
+    source = small_checkpoint(tmp_path / "model", weights, experts=3)
+    settings = Settings(search="fast", hidden_side=hidden_side)
+    out = convert(source, tmp_path / "out", settings)
+    validate(out, deep=True, show_progress=False)
+    w1, w3, w2 = read_layer(out / "qsrt-layer-000.safetensors").shared_scales
+    same = {len(rows.unique(dim=0)) == 1 for rows in (torch.cat([w1, w3]), w2)}
+    assert same == {hidden_side == "layer"}
+    dense = DensePackage(out)
+    for name in dense.experts:
+        assert nmse(weights[name], dense.expert_weight(name)) < 0.03

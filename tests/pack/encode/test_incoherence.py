@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from qsrt_pack.encode.incoherence import (
     TARGET_RMS,
+    layer_scales,
     regularize,
     scale_search_count,
     scale_search_tiles,
@@ -194,3 +195,53 @@ def test_tiles_of_zeros_have_scale_one() -> None:
         raise AssertionError("quantized zeros")
 
     assert searched(torch.zeros(64, 256), never, never) == (1.0, 0.0)
+
+
+def powers_of(weights: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [weight.double().square().mean(1) for weight in weights]
+
+
+def test_shared_row_scales_lose_nothing_and_give_one_size() -> None:
+    rows = torch.logspace(-1, 1, 256)[:, None]
+    weights = [normal(256, 128, seed=seed) * rows * 10.0**seed for seed in range(3)]
+    scales = layer_scales(powers_of(weights))
+    found = []
+    for weight in weights:
+        rotated, suh, svh = regularize(weight, draw_signs(256), draw_signs(128, 1), scales)
+        assert relative(restored(rotated, suh, svh), weight) < 1e-6
+        size = float(rotated.double().square().mean().sqrt())
+        assert size == pytest.approx(-TARGET_RMS, rel=1e-4)
+        found.append(suh)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[0].sign(), -draw_signs(256))
+
+
+def test_shared_row_scales_follow_every_matrix_alike() -> None:
+    profile = torch.logspace(-1, 1, 128, dtype=torch.float64)
+    powers = [profile, 1e20 * profile.flip(0), 4 * torch.ones(128, dtype=torch.float64)]
+    scales = layer_scales(powers)
+    shapes = [power / power.mean() for power in powers]
+    expected = (sum(shapes) / 3).sqrt() * 4**0.5 / -TARGET_RMS  # the middle size of three
+    assert 0.1 < profile.mean() < 4 < 1e19
+    assert relative(scales, expected) < 1e-6
+
+
+def test_matrices_of_zeros_do_not_count() -> None:
+    power = torch.logspace(-1, 1, 128, dtype=torch.float64)
+    assert torch.equal(layer_scales([power, torch.zeros_like(power)]), layer_scales([power]))
+    assert torch.equal(layer_scales([torch.zeros(128).double()]), torch.ones(128))
+
+
+def test_zero_rows_stay_zero_under_shared_scales() -> None:
+    weight = normal(256, 128)
+    weight[7] = 0
+    rotated, suh, svh = regularize(weight, draw_signs(256), draw_signs(128), torch.ones(256))
+    assert suh[7].half() == 0
+    assert (suh[8:].abs() == 1).all()
+    assert not restored(rotated, suh.half().float(), svh)[7].any()
+    rotated, suh, svh = regularize(
+        torch.zeros(128, 128), draw_signs(128), draw_signs(128), torch.ones(128)
+    )
+    assert torch.isfinite(rotated).all()
+    assert not svh.any()
