@@ -29,6 +29,12 @@ class _Location(click.Path):
 
 
 LOCATION = _Location()
+_INSTALL = {  # what brings a module
+    "numba": "'qsrt[pack]'",
+    "rich": "'qsrt[pack]'",
+    "transformers": "'qsrt[eval]'",
+    "triton": "triton",
+}
 _log = logging.getLogger("qsrt_pack")
 
 
@@ -41,11 +47,10 @@ class _Group(click.Group):
         except (FormatError, OSError) as error:
             raise click.ClickException(_with_notes(str(error), error)) from error
         except ModuleNotFoundError as error:
-            extra = {"numba": "pack", "rich": "pack", "transformers": "eval"}.get(error.name or "")
-            if extra is None:
+            if error.name not in _INSTALL:
                 raise
             raise click.ClickException(
-                f"{error.name} is not installed; pip install 'qsrt[{extra}]'"
+                f"{error.name} is not installed; pip install {_INSTALL[error.name]}"
             ) from error
         except (KeyboardInterrupt, click.Abort) as error:
             click.echo(_with_notes("interrupted", error), err=True)
@@ -164,6 +169,7 @@ def convert(
     """
     from qsrt_pack import job
     from qsrt_pack.encode.expert import Settings
+    from qsrt_pack.encode.viterbi import device_kind
     from qsrt_pack.plan import describe
     from qsrt_pack.ranks import joined_ranks, rank_devices
     from qsrt_pack.workers import find_devices
@@ -180,9 +186,11 @@ def convert(
         raise click.UsageError("give OUT: the root folder has no name to derive it from")
     if out is None:
         out = model.with_name(model.name + "-qsrt")
-    settings = Settings(seed, search, modes, hidden_side, found[0].type)
-    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
-        found = rank_devices(found)
+    kinds = {device_kind(device) for device in found}
+    if len(kinds) > 1:
+        raise click.UsageError(f"--devices: {devices} are of different kinds; take one kind")
+    settings = Settings(seed, search, modes, hidden_side, *kinds)
+    found = rank_devices(found)
 
     def prepare() -> job.Job:
         prepared = job.prepare(
@@ -197,7 +205,8 @@ def convert(
         return prepared
 
     if dry_run:
-        prepare()
+        if os.environ.get("RANK", "0") == "0":
+            prepare()
         return
     with joined_ranks() as ranks:
         if not ranks.is_first:

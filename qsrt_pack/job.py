@@ -1,4 +1,4 @@
-"""Convert a checkpoint: the one place that knows source, encoder and package at once.
+"""Convert a checkpoint: check, plan, and write a package layer by layer.
 
 Everything is written beside the output, the seal last, and renamed into place when whole. A
 failure leaves what stood there before, and the finished layers beside it for the next run.
@@ -23,6 +23,7 @@ from qsrt_pack.assemble.package import (
 )
 from qsrt_pack.assemble.shards import file_pieces, write_shards
 from qsrt_pack.encode.expert import Settings
+from qsrt_pack.encode.viterbi import device_kind
 from qsrt_pack.output import (
     check_output,
     discard,
@@ -108,7 +109,7 @@ def prepare(
 
     devices: of the settings' kind; a package does not depend on how many there are.
     """
-    if {device.type for device in devices} != {settings.device}:
+    if {device_kind(device) for device in devices} != {settings.device}:
         raise ValueError(f"the settings are for {settings.device}, the devices are {devices}")
     checkpoint = open_checkpoint(source)
     stamp = source_stamp(checkpoint)
@@ -138,8 +139,9 @@ def run(job: Job, *, show_progress: bool = True, ranks: Ranks = _ALONE) -> Evide
     ranks: rank 0's; the others' part is `assist`.
     """
     if job.complete:
-        evidence = _confirm(job, show_progress)
         ranks.told([])
+        evidence = _confirm(job, show_progress)
+        ranks.told(None)
         return evidence
     state = None
     try:
@@ -162,6 +164,7 @@ def run(job: Job, *, show_progress: bool = True, ranks: Ranks = _ALONE) -> Evide
                 f"in {state_file(job.out).parent}; the same command continues"
             )
         raise
+    ranks.told(None)
     return evidence
 
 
@@ -180,6 +183,7 @@ def assist(
             pass
         if source_stamp(checkpoint) != stamp:
             raise _changed(checkpoint)
+    ranks.told(None)  # rank 0 has sealed the package
 
 
 def _facts(settings: Settings, source: dict[str, str] | None) -> dict[str, Any]:
@@ -310,13 +314,10 @@ def _write_layer(
     path = folder / manifests.layer_file_name(layer)
     entries = []
     with LayerWriter(path, geometry, layer, source_sha256, fingerprint) as writer:
-        for expert in produce_layer(
-            job.checkpoint, job.experts, job.settings, job.devices, layer, ranks
-        ):
-            entry = expert.entry
-            writer.write_bundles(
-                entry["expert"], expert.bundles, expert.shared_scales, expert.modes
-            )
+        source = (job.checkpoint, job.experts, job.settings, job.devices)
+        for expert in produce_layer(*source, layer, ranks):
+            entry, stored = expert.entry, (expert.bundles, expert.shared_scales, expert.modes)
+            writer.write_bundles(entry["expert"], *stored)
             _report_expert(layer, entry)
             entries.append(entry)
             advance(geometry.weights_per_expert)

@@ -24,7 +24,7 @@ _MATRIX_COPIES = 27
 _COPIES_PER_MODE = 6
 _PROBE_TILES = {"cpu": 32, "cuda": 2112}
 # Reading, rotating, packing and checking, on two 2.5 GHz cores; on an H200.
-_SECONDS_PER_WEIGHT = {"cpu": 2e-6, "cuda": 5e-9}
+_SECONDS_PER_WEIGHT = {"cpu": 2e-6, "cuda": 5e-9, "cuda_plain": 5e-9}
 _SEARCH_BYTES = 17_000_000  # costs of the search on one thread, at most
 
 

@@ -1,7 +1,9 @@
 """From the source's tensors to packed experts, on one device or several."""
 
+import math
+import statistics
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -11,17 +13,19 @@ from qsrt_pack.assemble.layer import expert_evidence
 from qsrt_pack.encode import lockstep
 from qsrt_pack.encode.expert import EncodedExpert, HiddenSide, Settings, expert_steps
 from qsrt_pack.encode.incoherence import layer_scales
-from qsrt_pack.encode.ordered import ordered_mean_square
+from qsrt_pack.encode.ordered import ordered_mean_square, ordered_sum
 from qsrt_pack.encode.viterbi import search
 from qsrt_pack.ranks import Ranks
 from qsrt_pack.source.checkpoint import Checkpoint, read_tensor
 from qsrt_pack.source.dtypes import to_float32
 from qsrt_pack.source.models import RoutedExperts
-from qsrt_pack.workers import in_order
+from qsrt_pack.workers import THREADS, in_order
 from qsrt_runtime.format import atom
 from qsrt_runtime.format.errors import FormatError
 
 _BATCH_WEIGHTS = 1 << 25  # encoded together on a GPU, so that small experts fill it
+_BYTES_PER_WEIGHT = 80  # of GPU memory at the peak, all rate modes tried
+_ALIKE = 8  # binary orders of magnitude from the layer's median within which experts share
 
 
 @dataclass(frozen=True)
@@ -50,28 +54,16 @@ def produce_layer(
     On ranks but the first: this rank's share, sent to the first; yields nothing.
     """
     batches = _batches(experts, settings)
-    hidden = None
+    threads = _threads(experts, devices[0], len(batches[0]))
+    hidden: dict[int, HiddenSide] = {}
     if settings.hidden_side == "layer":
-        measure = partial(_row_powers, checkpoint, experts, layer)
-        parts = list(ranks.deal(batches, lambda own: in_order(measure, own, devices)))
-        powers = [power for part in parts for power in part]
-        hidden = HiddenSide(ranks.told(layer_scales(powers) if ranks.is_first else None))
+        measure = partial(_measure, checkpoint, experts, layer)
+        parts = ranks.deal(batches, lambda own: in_order(measure, own, devices, threads))
+        sizes = [size for part in parts for size in part]
+        hidden = ranks.told(_hidden_sides(sizes) if ranks.is_first else None)
     work = partial(_produce, checkpoint, experts, settings, hidden, layer)
-    for batch in ranks.deal(batches, lambda own: in_order(work, own, devices)):
+    for batch in ranks.deal(batches, lambda own: in_order(work, own, devices, threads)):
         yield from batch
-
-
-def _row_powers(
-    checkpoint: Checkpoint,
-    experts: RoutedExperts,
-    layer: int,
-    numbers: range,
-    device: torch.device,
-) -> list[torch.Tensor]:
-    """The mean square of every hidden channel of each gate and up matrix: [H] float64."""
-    names = [experts.tensor_name(layer, e, matrix) for e in numbers for matrix in ("w1", "w3")]
-    weights = (to_float32(read_tensor(checkpoint, name).to(device)) for name in names)
-    return [ordered_mean_square(weight.T).cpu() for weight in weights]
 
 
 def _batches(experts: RoutedExperts, settings: Settings) -> list[range]:
@@ -81,33 +73,114 @@ def _batches(experts: RoutedExperts, settings: Settings) -> list[range]:
     return [range(first, min(first + size, count)) for first in range(0, count, size)]
 
 
+def _threads(experts: RoutedExperts, device: torch.device, batch: int) -> int:
+    """Threads whose batches fit into three quarters of a GPU's memory, at least one."""
+    if device.type == "cpu":
+        return 1
+    memory = torch.cuda.get_device_properties(device).total_memory
+    each = batch * experts.geometry.weights_per_expert * _BYTES_PER_WEIGHT + memory // 16
+    return max(1, min(THREADS, memory * 3 // 4 // each))
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What decides the layer's hidden side.
+
+    rows: of w1 and of w3 the mean square of every hidden channel, [H] float64, on the CPU.
+    means: the mean squares of w1, w3 and w2.
+    """
+
+    rows: list[torch.Tensor]
+    means: list[float]
+
+
+def _weights(
+    checkpoint: Checkpoint,
+    experts: RoutedExperts,
+    layer: int,
+    expert: int,
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
+    """The three matrices of an expert, float32 on a device."""
+    names = {m: experts.tensor_name(layer, expert, m) for m in atom.MATRICES}
+    return {m: to_float32(read_tensor(checkpoint, name).to(device)) for m, name in names.items()}
+
+
+def _measure(
+    checkpoint: Checkpoint,
+    experts: RoutedExperts,
+    layer: int,
+    numbers: range,
+    device: torch.device,
+) -> list[_Sizes]:
+    found = []
+    for expert in numbers:
+        weights = _weights(checkpoint, experts, layer, expert, device)
+        rows = [ordered_mean_square(weights[matrix].T).cpu() for matrix in ("w1", "w3")]
+        means = [float(ordered_sum(power)) / len(power) for power in rows]
+        means.append(ordered_mean_square(weights["w2"].flatten()).item())
+        found.append(_Sizes(rows, means))
+    return found
+
+
+def _hidden_sides(sizes: list[_Sizes]) -> dict[int, HiddenSide]:
+    """What the experts share, by expert; one far larger or smaller than most keeps its own."""
+    middle = [_median([size.means[matrix] for size in sizes]) for matrix in range(3)]
+    alike = {
+        expert
+        for expert, size in enumerate(sizes)
+        if all(
+            not mean or abs(math.log2(mean / most)) <= 2 * _ALIKE
+            for mean, most in zip(size.means, middle, strict=True)
+        )
+    }
+    if not alike:
+        return {}
+    rows = [row for expert in sorted(alike) for row in sizes[expert].rows]
+    shared = HiddenSide(layer_scales(rows), middle[2] ** 0.5)
+    return dict.fromkeys(alike, shared)
+
+
+def _median(means: list[float]) -> float:
+    """The median of those that are not 0; 1 where all are."""
+    return statistics.median_low([mean for mean in means if mean] or [1.0])
+
+
 def _produce(
     checkpoint: Checkpoint,
     experts: RoutedExperts,
     settings: Settings,
-    hidden: HiddenSide | None,
+    hidden: dict[int, HiddenSide],
     layer: int,
     numbers: range,
     device: torch.device,
 ) -> list[PackedExpert]:
-    if hidden is not None:
-        hidden = HiddenSide(hidden.scales.to(device))
-
-    def weights(expert: int) -> dict[str, torch.Tensor]:
-        names = {m: experts.tensor_name(layer, expert, m) for m in atom.MATRICES}
-        return {
-            m: to_float32(read_tensor(checkpoint, name).to(device)) for m, name in names.items()
-        }
-
-    steps = [
-        expert_steps(weights(expert), layer=layer, expert=expert, settings=settings, hidden=hidden)
-        for expert in numbers
-    ]
+    shared = {
+        expert: replace(side, scales=side.scales.to(device))
+        for expert, side in hidden.items()
+        if expert in numbers
+    }
+    where = f"layer {layer} experts {numbers[0]} to {numbers[-1]}"
     try:
+        steps = [
+            expert_steps(
+                _weights(checkpoint, experts, layer, expert, device),
+                layer=layer,
+                expert=expert,
+                settings=settings,
+                hidden=shared.get(expert),
+            )
+            for expert in numbers
+        ]
         encoded = lockstep.run(lockstep.together(steps), search)
+        return [_packed(expert, found) for expert, found in zip(numbers, encoded, strict=True)]
+    except torch.OutOfMemoryError as error:
+        raise FormatError(
+            f"{where}: {device} has too little memory; give another with --devices"
+        ) from error
     except ValueError as error:
-        raise FormatError(str(error)) from error
-    return [_packed(expert, found) for expert, found in zip(numbers, encoded, strict=True)]
+        named = str(error).startswith("layer ")
+        raise FormatError(str(error) if named else f"{where}: {error}") from error
 
 
 def _packed(expert: int, encoded: EncodedExpert) -> PackedExpert:

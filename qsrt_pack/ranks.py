@@ -19,6 +19,7 @@ from qsrt_runtime.format.errors import FormatError
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
+_JOINING = timedelta(minutes=5)
 _PATIENCE = timedelta(hours=12)  # a rank may wait for another's batch, or for rank 0's hashing
 
 
@@ -28,6 +29,7 @@ class Ranks:
 
     rank: int = 0
     world: int = 1
+    group: dist.ProcessGroup | None = None
 
     @property
     def is_first(self) -> bool:
@@ -43,7 +45,7 @@ class Ranks:
         if self.world == 1:
             return
         found: list[dict[str, Any]] = [{}] * self.world
-        _talk(dist.all_gather_object, found, facts)
+        _talk(dist.all_gather_object, found, facts, group=self.group)
         for rank, theirs in enumerate(found):
             for key, value in found[0].items():
                 if theirs[key] is not None and theirs[key] != value:
@@ -57,7 +59,7 @@ class Ranks:
         if self.world == 1:
             return value
         box = [value]
-        _talk(dist.broadcast_object_list, box, src=0)
+        _talk(dist.broadcast_object_list, box, src=0, group=self.group)
         return box[0]
 
     def deal(
@@ -70,13 +72,13 @@ class Ranks:
         own = produce(islice(items, self.rank, None, self.world))
         if not self.is_first:
             for result in own:
-                _talk(dist.send_object_list, [result], dst=0)
+                _talk(dist.send_object_list, [result], dst=0, group=self.group)
             return
         for number in range(len(items)):
             source = number % self.world
             if source:
                 box: list[Any] = [None]
-                _talk(dist.recv_object_list, box, src=source)
+                _talk(dist.recv_object_list, box, src=source, group=self.group)
                 yield box[0]
             else:
                 yield next(own)
@@ -89,9 +91,10 @@ def joined_ranks() -> Iterator[Ranks]:
     if world == 1:
         yield Ranks()
         return
-    _talk(dist.init_process_group, "gloo", timeout=_PATIENCE)
+    _talk(dist.init_process_group, "gloo", timeout=_JOINING)
     try:
-        yield Ranks(dist.get_rank(), world)
+        group = _talk(dist.new_group, timeout=_PATIENCE, backend="gloo")
+        yield Ranks(dist.get_rank(), world, group)
     finally:
         dist.destroy_process_group()
 
@@ -109,6 +112,6 @@ def rank_devices(devices: tuple[torch.device, ...]) -> tuple[torch.device, ...]:
 def _talk(operation: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
     try:
         return operation(*arguments, **options)
-    except (RuntimeError, dist.DistError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except (RuntimeError, ValueError, dist.DistError) as error:
+        reason = str(error).strip().splitlines()[0].split(". ")[0]
         raise FormatError(f"another rank has stopped or cannot be reached: {reason}") from error

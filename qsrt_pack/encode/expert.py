@@ -66,10 +66,12 @@ class HiddenSide:
     """What the experts of a layer share, so that a token is rotated once for all of them.
 
     scales: [H], row scales of every w1 and w3, see incoherence.layer_scales.
-    factor: feedback_factor of the layer's Hessian, rotated with their suh, or None.
+    down_size: root mean square of the median w2, which decides the power of two in their svh.
+    factor: feedback_factor of the layer's Hessian, rotated with the suh of w1 and w3, or None.
     """
 
     scales: torch.Tensor
+    down_size: float
     factor: torch.Tensor | None = None
 
 
@@ -222,7 +224,10 @@ def matrix_steps(
     rotated, suh, svh = incoherence.regularize(weight, input_signs, output_signs, scales)
     scale = yield from _scale_steps(rotated, method)
     suh, svh = (suh, svh / scale) if rate_axis == "out" else (suh / scale, svh)
-    move = _power_to_move(suh if hidden is None else hidden.scales)
+    largest = float(suh.abs().max())
+    if hidden is not None:
+        largest = float(scales.max()) if has_shared_rows else hidden.down_size
+    move = _power_to_move(largest)
     suh, svh = _as_float16(suh / move), _as_float16(svh * move)
     factor = hidden.factor if has_shared_rows else None
     if hessian is not None:
@@ -367,12 +372,12 @@ def _nmse(source: torch.Tensor, decoded: torch.Tensor) -> float:
     return error / power if power else error
 
 
-def _power_to_move(scales: torch.Tensor) -> float:
-    """The power of two to move from suh to svh: not 1 where scales are far from float16's range.
+def _power_to_move(largest: float) -> float:
+    """The power of two to move from suh to svh: not 1 where suh is far from float16's range.
 
     The products, which are all that counts, stay the same to the bit.
     """
-    exponent = math.frexp(float(scales.abs().max()))[1]
+    exponent = math.frexp(largest)[1]
     return 1.0 if -_FAR <= exponent <= _FAR else 2.0 ** (exponent // 2)
 
 

@@ -104,7 +104,7 @@ def test_a_process_alone_has_no_one_to_talk_to(monkeypatch: pytest.MonkeyPatch) 
 def test_facts_that_differ_name_rank_and_fact(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = [{"seed": 0, "source": "a"}, {"seed": 0, "source": None}, {"seed": 1, "source": "a"}]
 
-    def gather(found: list, _own: dict) -> None:
+    def gather(found: list, _own: dict, *, group: None) -> None:
         found[:] = theirs
 
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)

@@ -12,7 +12,7 @@ from qsrt_pack.workers import find_devices, in_order
 
 CPU = (torch.device("cpu"),)
 GPUS = (torch.device("cuda", 0), torch.device("cuda", 1))
-AHEAD = 2 * workers._THREADS * len(GPUS)
+AHEAD = 2 * workers.THREADS * len(GPUS)
 SECONDS = 20  # nothing here takes a second; what hangs ends as an error
 Work = Callable[[int, torch.device], int]
 
@@ -163,7 +163,7 @@ def test_results_are_in_order_whatever_ends_first(threads_end: None) -> None:
 
 def test_some_threads_to_each_device(threads_end: None) -> None:
     lock, running, most = threading.Lock(), Counter(), Counter()
-    full = threading.Barrier(workers._THREADS * len(GPUS), timeout=SECONDS)
+    full = threading.Barrier(workers.THREADS * len(GPUS), timeout=SECONDS)
 
     def work(item: int, device: torch.device) -> int:
         with lock:
@@ -174,9 +174,9 @@ def test_some_threads_to_each_device(threads_end: None) -> None:
             running[device] -= 1
         return item
 
-    count = 4 * workers._THREADS * len(GPUS)
+    count = 4 * workers.THREADS * len(GPUS)
     assert list(in_order(work, range(count), GPUS)) == list(range(count))
-    assert most == dict.fromkeys(GPUS, workers._THREADS)
+    assert most == dict.fromkeys(GPUS, workers.THREADS)
 
 
 def test_a_bounded_number_is_under_way_or_not_yet_taken(threads_end: None) -> None:

@@ -12,8 +12,8 @@ def search(targets: torch.Tensor, bits: int, method: str = "exact") -> torch.Ten
     """Find edges whose decoded values are close to the targets; the targets' device decides how.
 
     targets: [n, 256] float32, trellis order, in codebook units.   bits: 2, 3 or 4.
-    method: "exact" is the least squared error: search_cpu on the CPU, search_kernel elsewhere;
-    "fast" is search_fast, CPU only.
+    method: "exact" is the reference's search over all states: search_cpu on the CPU, search_kernel
+    elsewhere; "fast" is search_fast, CPU only.
     Returns edges: [n, 256] uint8 on the same device, trellis order, each < 2**bits.
     """
     if method not in METHODS:
@@ -25,3 +25,12 @@ def search(targets: torch.Tensor, bits: int, method: str = "exact") -> torch.Ten
     from qsrt_pack.encode.viterbi.kernel import search_kernel  # Triton is not everywhere
 
     return search_kernel(targets, bits)
+
+
+def device_kind(device: torch.device) -> str:
+    """Which search a device runs, and so which bytes it makes: `cpu`, `cuda` or `cuda_plain`."""
+    if device.type == "cpu":
+        return "cpu"
+    from qsrt_pack.encode.viterbi.kernel import is_packed  # Triton is not everywhere
+
+    return "cuda" if is_packed(device) else "cuda_plain"

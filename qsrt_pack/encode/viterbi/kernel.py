@@ -7,6 +7,7 @@ the bit; it runs wherever Triton does, under the interpreter too.
 """
 
 import functools
+import threading
 
 import torch
 import triton
@@ -23,6 +24,7 @@ _TILE_BYTES = 1 << 21
 _MOST_TILES = {2: 2, 3: 4, 4: 2}  # tiles of a program; best of 1, 2, 4 and 8 on an H200
 _RENORMALIZE = 8  # steps between subtractions of the least cost
 _TRACED = 8  # tiles of a trace program
+_launching = threading.Lock()  # Triton 3.6 gives a kernel to a second thread before it is loaded
 # Plain.
 _PLAIN_TILES = 64  # tiles at once: 2 bits take 256 MiB of back pointers
 
@@ -31,14 +33,13 @@ def search_kernel(targets: torch.Tensor, bits: int) -> torch.Tensor:
     """Find the closed path of least squared error for every tile, in Triton.
 
     On an NVIDIA GPU from sm_80 on the packed way, whose paths cost on average at most 0.1% more
-    than the reference's; elsewhere the plain one, which finds the reference's.
+    than the reference's for a normal source; elsewhere the plain one, which finds the reference's.
 
     targets: [n, 256] float32, trellis order, in codebook units.   bits: 2, 3 or 4.
     Returns edges: [n, 256] uint8 on the same device, trellis order, each < 2**bits.
     """
     device = targets.device
-    is_nvidia = device.type == "cuda" and torch.version.hip is None
-    if not is_nvidia or torch.cuda.get_device_capability(device) < (8, 0):
+    if not is_packed(device):
         return search_plain(targets, bits)
     check(targets, bits)
     edges = torch.empty(targets.shape, dtype=torch.uint8, device=device)
@@ -50,6 +51,12 @@ def search_kernel(targets: torch.Tensor, bits: int) -> torch.Tensor:
     if far.any():
         edges[far] = search_plain(targets[far], bits)
     return edges
+
+
+def is_packed(device: torch.device) -> bool:
+    """Whether searches on a device go the packed way."""
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def search_plain(targets: torch.Tensor, bits: int) -> torch.Tensor:
@@ -75,8 +82,7 @@ def _batch(device: torch.device) -> int:
 @functools.cache
 def _tables(bits: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Each thread's values, and all values by state, float16."""
-    values = codebook.values(bits).to(torch.float16)
-    return ptx.table(bits).to(device), values.to(device)
+    return ptx.table(bits).to(device), codebook.values(bits, device).to(torch.float16)
 
 
 @functools.cache
@@ -124,24 +130,25 @@ def _search_packed(targets: torch.Tensor, bits: int, edges: torch.Tensor) -> Non
     for start, kept_from, end in ((HALF, HALF, last), (0, 0, boundary)):
         shared = {"START": start, "KEPT_FROM": kept_from, "EVERY": every, "BITS": bits}
         shared["FORCED"] = end is boundary
-        forward[grid](
-            doubled,
-            table,
-            history,
-            boundary,
-            last,
-            count,
-            **shared,
-            **texts,
-            TILES=tiles,
-            WORDS=ptx.words(bits),
-            RENORMALIZE=_RENORMALIZE,
-            num_warps=ptx.THREADS // 32,
-        )
-        found = node if end is boundary else boundary
-        trace[trace_grid](
-            halves, values, history, end, found, edges, count, **shared, TILES=_TRACED
-        )
+        with _launching:
+            forward[grid](
+                doubled,
+                table,
+                history,
+                boundary,
+                last,
+                count,
+                **shared,
+                **texts,
+                TILES=tiles,
+                WORDS=ptx.words(bits),
+                RENORMALIZE=_RENORMALIZE,
+                num_warps=ptx.THREADS // 32,
+            )
+            found = node if end is boundary else boundary
+            trace[trace_grid](
+                halves, values, history, end, found, edges, count, **shared, TILES=_TRACED
+            )
 
 
 @triton.jit
@@ -152,8 +159,7 @@ def _call(ROUTINE: tl.constexpr, inputs, OUTPUTS: tl.constexpr):
     )
 
 
-# A count of 1 would be a constant, and what never happens would be left out.
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"])  # else a count of 1 is constant and `never` left out
 def forward(
     targets,  # [n, 256] int32, each target twice as a half
     table,  # [64, 512] int32
@@ -187,7 +193,8 @@ def forward(
         tl.store(last + thread, tl.gather(source, tl.load(boundary + thread), 0))
     base = _call(BASE, (thread * 0,), 1)[0]
     # 16-byte chunks are permuted within each row of eight, by the bits that neighbouring
-    # threads' chunks differ in, so that eight threads write to eight different places.
+    # threads' chunks differ in, so that eight threads write to eight different places. (The
+    # base is a multiple of 64, since what stands before it, the slots of ptx.py, is.)
     if BITS == 2:
         read = base + ((thread ^ ((thread >> 3) & 3)) << 4)
         write = base + (thread << 6) + (((thread >> 1) & 3) << 4)
@@ -314,21 +321,24 @@ def _search_plain(targets: torch.Tensor, bits: int, edges: torch.Tensor) -> None
     origins = torch.empty(count, STEPS, nodes, dtype=torch.uint8, device=device)
     costs[:, 0] = 0
     for start, forced in ((HALF, False), (0, True)):
-        forward_plain[(count,)](
-            targets,
-            values,
-            costs,
-            origins,
-            START=start,
-            BITS=bits,
-            num_warps=8,
-            enable_fp_fusion=False,
-        )
+        with _launching:
+            forward_plain[(count,)](
+                targets,
+                values,
+                costs,
+                origins,
+                START=start,
+                BITS=bits,
+                num_warps=8,
+                enable_fp_fusion=False,
+            )
         if not forced:
             node = costs[:, 0].argmin(1)
             boundary = torch.empty(count, dtype=torch.int64, device=device)
         first = HALF if not forced else 0
-        trace_plain[(count,)](origins, node, boundary, edges, FIRST=first, START=start, BITS=bits)
+        with _launching:
+            walk = (origins, node, boundary, edges)
+            trace_plain[(count,)](*walk, FIRST=first, START=start, BITS=bits)
         if not forced:
             costs[:, 0] = torch.inf
             costs[torch.arange(count, device=device), 0, boundary] = 0
