@@ -17,9 +17,9 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from qsrt_pack import evaluate, job  # noqa: E402
-from qsrt_pack.encode.expert import Settings  # noqa: E402
-from qsrt_pack.restore import DensePackage  # noqa: E402
+from qsrt_pack import evaluate, job
+from qsrt_pack.encode.expert import Settings
+from qsrt_pack.restore import DensePackage
 
 WINDOW = 1024
 SIDES = ("layer", "expert")

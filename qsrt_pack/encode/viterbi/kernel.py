@@ -17,7 +17,7 @@ from qsrt_pack.encode.viterbi import ptx
 from qsrt_pack.encode.viterbi.reference import HALF, STEPS, check
 from qsrt_runtime.format import codebook
 
-# Packed. Beyond this magnitude halves lose too much; such tiles take the plain way.
+# Of the packed way. Beyond this magnitude halves lose too much; such tiles take the plain way.
 _FAR = 16.0
 _KEPT = {2: 4, 3: 2, 4: 1}  # steps from one kept row of costs to the next: 2 MiB a tile
 _TILE_BYTES = 1 << 21
@@ -26,7 +26,7 @@ _RENORMALIZE = 8  # steps between subtractions of the least cost
 _TRACED = 8  # tiles of a trace program
 _launching = threading.Lock()  # Triton 3.6 gives a kernel to a second thread before it is loaded
 # Plain.
-_PLAIN_TILES = 64  # tiles at once: 2 bits take 256 MiB of back pointers
+_PLAIN_TILES = 64  # tiles at once of the plain way: 2 bits take 256 MiB of back pointers
 
 
 def search_kernel(targets: torch.Tensor, bits: int) -> torch.Tensor:
