@@ -79,6 +79,7 @@ def convert(
     done = subprocess.run(
         [*map(str, command), "--search", "fast", *options],
         env=environment,
+        cwd=HERE.parents[1],  # whose code `python -m` runs
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,

@@ -6,8 +6,9 @@ one line for each; `point`, the operation at which the fault strikes (from 1; 0 
 
 kill: the process is killed before the operation.   torn: half of a write reaches the file, then
 the process is killed.   power: what was not synced is lost (file contents; renames, at odd points
-all but the last), then the process is killed.   eio: the operation fails once.   full: half of a write reaches the file, and
-no later write succeeds, nor does closing the file.   interrupt: as Ctrl-C does.
+all but the last), then the process is killed.   eio: the operation fails once.   full: half of a
+write reaches the file, and no later write succeeds, nor does closing the file.   interrupt: as
+Ctrl-C does.
 """
 
 import builtins
