@@ -72,7 +72,6 @@ _ALONE = Ranks()
 _CPU = (torch.device("cpu"),)
 _POOR_NMSE = 0.1  # six times what a matrix has at 3 bits: its scales are below float16's
 
-
 Evidence = dict[int, dict[str, Any]]  # the evidence document of each layer
 
 
@@ -105,8 +104,9 @@ def prepare(
     overwrite: bool = False,
     devices: tuple[torch.device, ...] = _CPU,
 ) -> Job:
-    """Check source and output and make the plan; writes nothing. FormatError on any doubt.
+    """Check source and output and make the plan. FormatError on any doubt.
 
+    Writes nothing, but puts back what a killed run had moved aside.
     devices: of the settings' kind; a package does not depend on how many there are.
     """
     if {device_kind(device) for device in devices} != {settings.device}:

@@ -86,8 +86,8 @@ def replacing(out: Path, *, overwrite: bool, resumable: bool = False) -> Iterato
     try:
         with _locked(work):
             _check_resumable(work, resumable)
+            _restore(work, out)  # outside: where it fails, nothing may be removed
             try:
-                _restore(work, out)
                 _check_content(out, overwrite)
                 paths.make_folder(work / _NEW)
                 yield work / _NEW

@@ -375,3 +375,16 @@ def test_renames_are_synced_before_the_work_is_removed(
     with replacing(tmp_path / "out", overwrite=False) as folder:
         fill(folder, "new")
     assert seen[-2:] == [(tmp_path, True), (tmp_path / "out.partial", True)]
+
+
+def test_earlier_content_outlives_a_refusal_to_choose_between_two(tmp_path: Path) -> None:
+    out, work = fill(tmp_path / "out", "theirs"), fill(tmp_path / "out.partial", "lock")
+    fill(work / "old", "precious")
+    fill(work / "package", "half")
+    with (
+        pytest.raises(FormatError, match="move one of them"),
+        replacing(out, overwrite=True),
+    ):
+        raise AssertionError("entered")
+    assert names(work / "old") == ["precious"]
+    assert names(out) == ["theirs"]
