@@ -173,7 +173,7 @@ def _spread(points: list[Point], count: int) -> list[Point]:
     generator, chosen = random.Random(0), []
     for place, group in enumerate(groups.values()):
         size = count // len(groups) + (place < count % len(groups))
-        bounds = [len(group) * i // size for i in range(size + 1)]
+        bounds = [len(group) * i // max(size, 1) for i in range(size + 1)]
         chosen += [generator.choice(group[a:b]) for a, b in itertools.pairwise(bounds) if a < b]
     return chosen
 
