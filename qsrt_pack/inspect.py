@@ -7,14 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from qsrt_pack.progress import bar
-from qsrt_pack.validate import read_checked_layer
 from qsrt_runtime.format import manifest as manifests
 from qsrt_runtime.format import rates, schema
 from qsrt_runtime.format.atom import MATRICES
 from qsrt_runtime.format.container import ATOMS, FORMAT_SECTION, KIMI, Layer, read_layer
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.geometry import Geometry
-from qsrt_runtime.format.package import Package, check_base, open_package
+from qsrt_runtime.format.package import (
+    Package,
+    check_base,
+    open_package,
+    read_checked_layer,
+)
 from qsrt_runtime.format.tensorfile import read_header
 
 _NO_SLOTS = range(0)

@@ -12,7 +12,7 @@ from qsrt_pack.progress import bar
 from qsrt_pack.source.models import ARCHITECTURES, check_package_config
 from qsrt_runtime.format import decode, paths, schema
 from qsrt_runtime.format import manifest as manifests
-from qsrt_runtime.format.container import Layer, unpack_expert
+from qsrt_runtime.format.container import Layer
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.geometry import RECORD
 from qsrt_runtime.format.package import (
@@ -24,6 +24,7 @@ from qsrt_runtime.format.package import (
     verify_file,
 )
 from qsrt_runtime.format.rates import stored_channels
+from qsrt_runtime.format.slab import unpack_expert
 from qsrt_runtime.format.tensorfile import TensorEntry, read_header, tensor_data
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -92,11 +93,10 @@ def decode_package(
     """
     dense = DensePackage(path)
     check_output(out, path, overwrite)
-    config = dict(dense.package.documents.config)
+    config = dense_config(dense.package)
     kind = dtype or config.get("dtype") or config.get("torch_dtype") or "float32"
     if not isinstance(kind, str) or kind not in DTYPES:
         raise FormatError(f"{path}: dtype {kind!r} is not one of {sorted(DTYPES)}; give --dtype")
-    del config["quantization_config"]
     if dtype is not None:  # else transformers would load the experts in the old one
         config = {key: value for key, value in config.items() if key != "torch_dtype"}
         config["dtype"] = dtype
@@ -119,6 +119,12 @@ def decode_package(
         paths.write_file(folder / manifests.INDEX, schema.dump(index))
         paths.write_file(folder / manifests.CONFIG, schema.dump(config))
         _copy_side_files(dense.package, folder)
+
+
+def dense_config(package: Package) -> dict[str, Any]:
+    """config.json without what packing added to it."""
+    added = ("quantization_config", manifests.TRANSFORMERS_WEIGHTS)
+    return {key: value for key, value in package.documents.config.items() if key not in added}
 
 
 def source_order(

@@ -9,15 +9,16 @@ from qsrt_pack.progress import bar
 from qsrt_pack.source.models import check_package_config
 from qsrt_runtime.format import decode, schema
 from qsrt_runtime.format import manifest as manifests
-from qsrt_runtime.format.container import Layer, read_layer, unpack_expert
+from qsrt_runtime.format.container import Layer
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.package import (
     Package,
     check_base,
     open_package,
-    read_evidence,
+    read_checked_layer,
     verify_file,
 )
+from qsrt_runtime.format.slab import unpack_expert
 
 _RMS_TOLERANCE = 1e-6
 
@@ -66,24 +67,6 @@ def bits_per_expert_weight(package: Package) -> float:
     entries = package.documents.manifest["layers"].values()
     weights = package.geometry.weights_per_expert * package.geometry.experts * len(entries)
     return 8 * sum(entry["bytes"] for entry in entries) / weights
-
-
-def read_checked_layer(
-    package: Package, number: int, slots: range | None = None
-) -> tuple[Layer, dict[str, Any]]:
-    """A layer file, whole or a run of its slots, and its evidence, which fit each other.
-
-    The evidence is verified by digest, the layer file is not.
-    """
-    path = package.path / package.layer_name(number)
-    layer = read_layer(path, slots)
-    manifests.check_layer(layer, number, package.documents, str(path))
-    evidence = read_evidence(package, number)
-    if package.documents.is_ours:
-        manifests.check_evidence_modes(
-            evidence, layer, package.encoder_settings, package.evidence_name(number)
-        )
-    return layer, evidence
 
 
 def _decode_layer(

@@ -10,6 +10,7 @@ _PUBLIC = {
     "LayerWeights": "qsrt_runtime.weights",
     "LoadedPackage": "qsrt_runtime.load",
     "load_package": "qsrt_runtime.load",
+    "moe_forward": "qsrt_runtime.moe",
     "moe_forward_reference": "qsrt_runtime.moe_reference",
 }
 __all__ = [*_PUBLIC, "__version__"]

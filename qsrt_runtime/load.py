@@ -1,28 +1,45 @@
 """load_package: from a sealed directory to layers ready to run."""
 
+import logging
+import os
+import time
+from collections.abc import Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from qsrt_runtime import staging, verified
 from qsrt_runtime.format import manifest as manifests
-from qsrt_runtime.format.geometry import Geometry
+from qsrt_runtime.format.container import read_layer
+from qsrt_runtime.format.errors import FormatError
+from qsrt_runtime.format.geometry import SLOTS_PER_PAIR, Geometry, extent
 from qsrt_runtime.format.package import (
     Package,
     check_base,
     open_package,
-    read_evidence,
-    read_package_layer,
+    read_checked_layer,
+    verify_file,
 )
 from qsrt_runtime.weights import LayerWeights
+
+VERIFY = ("once", "always", "structure")
+_NO_SLOTS = range(0)
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class LoadedPackage:
-    """A package in memory.
+    """A package in memory, or a rank's share of it.
 
     path: its folder.   config: the model's config.json.   geometry: sizes of every layer's
-    experts.   topk: experts a token goes to.   layers: by layer index of the checkpoint.
+    experts, whole.   topk: experts a token goes to.   layers: by layer index of the checkpoint.
     seal_sha256: the digest that binds every byte of the package.
+    verify_s, load_s: seconds for checking the files and for bringing the layers to the device.
+    load_bytes: bytes read for that.
     """
 
     path: Path
@@ -31,39 +48,143 @@ class LoadedPackage:
     topk: int
     layers: dict[int, LayerWeights]
     seal_sha256: str
+    verify_s: float
+    load_s: float
+    load_bytes: int
 
 
-def load_package(path: str | Path) -> LoadedPackage:
-    """Load the packed experts of a local package.
+def load_package(
+    path: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    rank: int = 0,
+    world_size: int = 1,
+    layers: Collection[int] | None = None,
+    verify: str = "once",
+) -> LoadedPackage:
+    """Load the packed experts of a local package onto a device, never a dense one.
 
-    The seal, every document, and every byte of the layer files are checked first; FormatError
-    names the file and the field that is wrong. The base shards are checked by name and header,
-    not read.
+    device: "cpu" or a CUDA device.   rank, world_size: load only the slots of this rank's pairs
+    of every expert (consecutive shares; the first ranks have one more); the ranks' outputs add
+    up to the whole.   layers: the layers to load, by default all.
+    verify: "once" reads and checks every file of the package unless that was done before and no
+    file changed size, time or inode since; "always" does not remember; "structure" checks the
+    documents, the headers and the small sections, and trusts the slabs.
+    Raises FormatError naming the file and the field that is wrong, ValueError for arguments.
     """
     package = open_package(Path(path))
-    check_base(package)
-    layers = {layer: _load_layer(package, layer) for layer in package.layers}
+    wanted = _wanted_layers(package, layers)
+    slots = _owned_slots(package.geometry, rank, world_size)
+    target = _checked_device(device)
+    start = time.perf_counter()
+    before = verify_package(package, verify)
+    verify_s = time.perf_counter() - start
+    start = time.perf_counter()
+    with ThreadPoolExecutor(staging.THREADS) as pool:
+        loaded = {layer: load_layer(package, layer, target, pool, slots) for layer in wanted}
+    if verified.fingerprint(package) != before:
+        raise FormatError(f"{package.path} was changed while it was read; load it again")
+    load_s = time.perf_counter() - start
+    load_bytes = sum(_stored_bytes(weights) for weights in loaded.values())
+    logger.info("%s: %d bytes in %.2f s, checks %.2f s", path, load_bytes, load_s, verify_s)
     return LoadedPackage(
         path=package.path,
         config=package.documents.config,
         geometry=package.geometry,
         topk=package.documents.manifest["geometry"]["topk"],
-        layers=layers,
+        layers=loaded,
         seal_sha256=package.seal_sha256,
+        verify_s=verify_s,
+        load_s=load_s,
+        load_bytes=load_bytes,
     )
 
 
-def _load_layer(package: Package, layer: int) -> LayerWeights:
-    evidence = read_evidence(package, layer)
-    stored = read_package_layer(package, layer)
-    if package.documents.is_ours:
-        manifests.check_evidence_modes(
-            evidence, stored, package.encoder_settings, package.evidence_name(layer)
-        )
+def verify_package(package: Package, verify: str) -> str:
+    """Check an opened package as `load_package` says; returns verified.fingerprint from before."""
+    if verify not in VERIFY:
+        raise ValueError(f"verify is {verify!r}, expected one of {VERIFY}")
+    before = verified.fingerprint(package)
+    check_base(package)
+    if verify == "structure" or (verify == "once" and verified.was_verified(package, before)):
+        return before
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, staging.THREADS)) as pool:
+        try:
+            for _ in pool.map(lambda name: verify_file(package, name), sorted(package.digests)):
+                pass
+            for _ in pool.map(lambda layer: read_checked_layer(package, layer), package.layers):
+                pass
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    if verify == "once":
+        verified.remember(package, before)
+    return before
+
+
+def load_layer(
+    package: Package,
+    layer: int,
+    device: torch.device,
+    pool: ThreadPoolExecutor,
+    slots: range | None = None,
+) -> LayerWeights:
+    """Bring one layer's slots, by default all, to a device: two small reads and one extent.
+
+    pool: see staging.read_to_device.
+    """
+    path = package.path / package.layer_name(layer)
+    stored = read_layer(path, _NO_SLOTS)
+    manifests.check_layer(stored, layer, package.documents, str(path))
+    slots = range(stored.geometry.slots) if slots is None else slots
+    stride = stored.atoms.shape[1]
+    data = staging.read_to_device(
+        path, stored.slab_offset + slots.start * stride, len(slots) * stride, device, pool
+    )
     hidden_act = package.documents.config.get("hidden_act")
+    activations = manifests.activations(package.documents.manifest, hidden_act, layer)
     return LayerWeights(
-        stored=stored,
-        activations=tuple(manifests.activations(package.documents.manifest, hidden_act, layer)),
-        situ_beta=manifests.SITU_BETA,
-        situ_linear_beta=manifests.SITU_LINEAR_BETA,
+        layer=layer,
+        geometry=stored.geometry,
+        slots=slots,
+        format_codes=stored.format_codes.to(device),
+        shared_scales=stored.shared_scales.to(device),
+        atoms=data.view(len(slots), stride),
+        activations=torch.tensor(
+            [manifests.ACTIVATIONS.index(name) for name in activations], dtype=torch.uint8
+        ).to(device),
     )
+
+
+def _owned_slots(geometry: Geometry, rank: int, world_size: int) -> range:
+    """The slots of a rank's pairs; whole pairs, since a Hadamard block lies inside one."""
+    if not 1 <= world_size <= geometry.pairs:
+        raise ValueError(
+            f"world_size is {world_size}; experts of {geometry.intermediate} channels have "
+            f"{geometry.pairs} pairs, of which each rank owns at least one"
+        )
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank is {rank}, expected 0..{world_size - 1}")
+    pairs = extent(geometry.pairs, world_size, rank)
+    return range(SLOTS_PER_PAIR * pairs.start, SLOTS_PER_PAIR * pairs.stop)
+
+
+def _wanted_layers(package: Package, layers: Collection[int] | None) -> list[int]:
+    if layers is None:
+        return package.layers
+    for layer in layers:
+        if layer not in package.layers:
+            raise ValueError(f"layer {layer} is not one of the packed layers {package.layers}")
+    return sorted(set(layers))
+
+
+def _checked_device(device: str | torch.device) -> torch.device:
+    target = torch.device(device)
+    if target.type not in ("cpu", "cuda"):
+        raise ValueError(f"device {target} is neither cpu nor cuda")
+    return target
+
+
+def _stored_bytes(weights: LayerWeights) -> int:
+    parts = (weights.atoms, weights.format_codes, weights.shared_scales)
+    return sum(part.nbytes for part in parts)

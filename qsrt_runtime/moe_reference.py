@@ -6,49 +6,68 @@ is built: each record's tiles are decoded, used and dropped.
 
 import torch
 
+from qsrt_runtime.arguments import check_arguments, check_ids
 from qsrt_runtime.format.atom import Expert, Matrix
-from qsrt_runtime.format.container import unpack_expert
 from qsrt_runtime.format.decode import record_tiles
 from qsrt_runtime.format.geometry import RECORD
+from qsrt_runtime.format.manifest import ACTIVATIONS, SITU_BETA, SITU_LINEAR_BETA
 from qsrt_runtime.format.rotation import rotate
+from qsrt_runtime.format.slab import unpack_expert
 from qsrt_runtime.weights import LayerWeights
 
 
 @torch.no_grad()
 def moe_forward_reference(
-    x: torch.Tensor, layer: LayerWeights, topk_ids: torch.Tensor, topk_weights: torch.Tensor
+    x: torch.Tensor,
+    layer: LayerWeights,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    *,
+    expert_map: torch.Tensor | None = None,
+    weight_on_input: bool = False,
 ) -> torch.Tensor:
     """The routed experts' output, each row's contributions summed in float32.
 
     x: [T, H] float32, float16 or bfloat16.   topk_ids: [T, k] int32 or int64, expert ids; -1
     takes part in nothing.   topk_weights: [T, k] floating.
-    Returns [T, H] in x's dtype, without a gradient.
-    Raises ValueError for shapes or ids that do not fit, TypeError for dtypes, FormatError for an
-    expert that this version does not run (X4T).
+    expert_map: [n] int32 or int64; topk_ids are then places in it, and what stands there is the
+    layer's expert, or -1 for one that is owned elsewhere.
+    weight_on_input: a route's weight multiplies its row before the first product instead of its
+    result after the last, for any k.
+    Returns [T, H] in x's dtype, without a gradient: the whole sum, or the share of the layer's
+    pairs in it when the layer holds only some.
+    Raises ValueError for shapes, devices or ids that do not fit, TypeError for dtypes,
+    FormatError for an expert that this version does not run (X4T).
     """
-    _check_arguments(x, layer, topk_ids, topk_weights)
+    check_arguments(x, layer, topk_ids, topk_weights, expert_map)
+    if expert_map is not None:
+        check_ids(topk_ids, len(expert_map), "topk_ids")
+        topk_ids = torch.where(topk_ids < 0, topk_ids, expert_map[topk_ids.clamp(min=0)])
+    check_ids(topk_ids, layer.geometry.experts, "topk_ids")
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in topk_ids.unique().tolist():
         if expert < 0:
             continue
         rows, choices = (topk_ids == expert).nonzero(as_tuple=True)
-        coded = unpack_expert(layer.stored, expert)
-        y = expert_forward_reference(x[rows].float(), coded, layer, layer.activations[expert])
-        out.index_add_(0, rows, y * topk_weights[rows, choices].float()[:, None])
+        weights = topk_weights[rows, choices].float()[:, None]
+        coded = unpack_expert(layer, expert)
+        activation = ACTIVATIONS[int(layer.activations[expert])]
+        if weight_on_input:
+            y = expert_forward_reference(x[rows].float() * weights, coded, activation)
+        else:
+            y = expert_forward_reference(x[rows].float(), coded, activation) * weights
+        out.index_add_(0, rows, y)
     return out.to(x.dtype)
 
 
-def expert_forward_reference(
-    x: torch.Tensor, expert: Expert, layer: LayerWeights, activation: str
-) -> torch.Tensor:
-    """One expert on rows x [n, H] float32 -> [n, H] float32."""
+def expert_forward_reference(x: torch.Tensor, expert: Expert, activation: str) -> torch.Tensor:
+    """One expert, or some of its pairs, on rows x [n, H] float32 -> [n, H] float32."""
     gate, up = matmul_reference(x, expert.w1, "out"), matmul_reference(x, expert.w3, "out")
     if activation == "silu":
         middle = torch.nn.functional.silu(gate) * up
     else:
-        beta, linear = layer.situ_beta, layer.situ_linear_beta
-        middle = beta * torch.tanh(gate / beta) * torch.sigmoid(gate)
-        middle = middle * (linear * torch.tanh(up / linear))
+        middle = SITU_BETA * torch.tanh(gate / SITU_BETA) * torch.sigmoid(gate)
+        middle = middle * (SITU_LINEAR_BETA * torch.tanh(up / SITU_LINEAR_BETA))
     return matmul_reference(middle, expert.w2, "in")
 
 
@@ -65,30 +84,3 @@ def matmul_reference(x: torch.Tensor, matrix: Matrix, rate_axis: str) -> torch.T
             for part, r in zip(rows, matrix.records, strict=True)
         )
     return rotate(product) * matrix.svh.to(x.device).float()
-
-
-def _check_arguments(
-    x: torch.Tensor, layer: LayerWeights, topk_ids: torch.Tensor, topk_weights: torch.Tensor
-) -> None:
-    geometry = layer.geometry
-    for name, value in (("x", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{name} is a {type(value).__name__}, expected a torch tensor")
-    if x.ndim != 2 or x.shape[1] != geometry.hidden:
-        raise ValueError(f"x has shape {list(x.shape)}, expected [T, {geometry.hidden}]")
-    if topk_ids.ndim != 2 or len(topk_ids) != len(x) or topk_ids.shape != topk_weights.shape:
-        raise ValueError(
-            f"topk_ids {list(topk_ids.shape)} and topk_weights {list(topk_weights.shape)} must "
-            f"both be [{len(x)}, k]"
-        )
-    if topk_ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"topk_ids is {topk_ids.dtype}, expected int32 or int64")
-    if x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
-        raise TypeError(f"x is {x.dtype}, expected float32, float16 or bfloat16")
-    if not topk_weights.is_floating_point():
-        raise TypeError(f"topk_weights is {topk_weights.dtype}, expected a floating type")
-    if topk_ids.numel() and not -1 <= int(topk_ids.min()) <= int(topk_ids.max()) < geometry.experts:
-        raise ValueError(
-            f"topk_ids lie in {int(topk_ids.min())}..{int(topk_ids.max())}, "
-            f"expected -1..{geometry.experts - 1}"
-        )

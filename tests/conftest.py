@@ -21,6 +21,12 @@ GOLDEN = ROOT / "tests" / "golden"
 FULL_GOLDEN = ROOT.parent / "shared" / "golden"  # a larger set, used where it is there
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Stamps of verified packages lie in a folder of this run, and not in the user's cache."""
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in items:

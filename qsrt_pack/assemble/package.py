@@ -96,7 +96,10 @@ def _sizes(geometry: Geometry) -> dict[str, Any]:
 def build_config(
     source_config: dict[str, Any], manifest: dict[str, Any], loader: str
 ) -> dict[str, Any]:
-    """config.json: the source's, with the quantization_config of loader qsrt or kquant."""
+    """config.json: the source's, with the quantization_config of loader qsrt or kquant.
+
+    And with an entry that keeps transformers from loading it without qsrt_runtime.
+    """
     quantization: dict[str, Any] = {
         "quant_method": "qsrt",
         "demoted_format": container.ENCODING,
@@ -112,4 +115,8 @@ def build_config(
             "kept_format": "mxfp4_e8m0k32",
         }
     schema.check(quantization, "descriptor", f"{manifests.CONFIG}: quantization_config")
-    return {**source_config, "quantization_config": quantization}
+    return {
+        **source_config,
+        "quantization_config": quantization,
+        manifests.TRANSFORMERS_WEIGHTS: manifests.IMPORT_FIRST,
+    }

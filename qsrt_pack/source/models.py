@@ -53,6 +53,7 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _UNSUPPORTED = (
     *("text_config", "swiglu_limit", "expert_bias", "mlp_bias", "first_k_dense_replace"),
     *("num_nextn_predict_layers", "quantization", "quantization_config", "compression_config"),
+    "transformers_weights",
 )
 _MAX_LAYERS, _MAX_EXPERTS, _MAX_SIZE = 100_000, 65_536, 1 << 24
 

@@ -5,6 +5,7 @@ Stripe q is the q-th group of 16 of the record's 128 channels. Atom 8p + q is st
 2p (its low side) and 2p + 1 (its high side); the same formula serves w1, w3 and w2.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,23 +57,31 @@ def pack_expert(expert: Expert) -> torch.Tensor:
 
 
 def unpack_expert(
-    bundles: torch.Tensor, shared_scales: torch.Tensor, modes: tuple[int, int], geometry: Geometry
+    bundles: torch.Tensor,
+    shared_scales: torch.Tensor,
+    modes: tuple[int, int],
+    geometry: Geometry,
+    pairs: Sequence[int] | None = None,
 ) -> Expert:
-    """The inverse of pack_expert.
+    """The inverse of pack_expert, for all pairs or some.
 
-    bundles: [I/32, bundle bytes] uint8 by logical atom.   shared_scales: [3, H] float16.
-    modes: the rate mode of w1 and w3, and that of w2.
+    bundles: [8 * len(pairs), bundle bytes] uint8 by logical atom.   shared_scales: [3, H] float16.
+    modes: the rate mode of w1 and w3, and that of w2.   pairs: the logical pairs of the bundles;
+    None: all.
     """
+    pairs = range(geometry.pairs) if pairs is None else pairs
     size = geometry.trellis_bytes
     local_start = 3 * size
     local = [
         _unpack_local(bundles[:, local_start + 2 * ATOM * i : local_start + 2 * ATOM * (i + 1)])
         for i in range(3)
     ]
-    records = [
-        _unpack_trellis(bundles[:, size * i : size * (i + 1)], modes[i == 2], geometry)
-        for i in range(3)
-    ]
+    records = []
+    for i in range(3):
+        bits = stored_bits(modes[i == 2], geometry.records)
+        low_bits = [bits[2 * pair] for pair in pairs]
+        part = bundles[:, size * i : size * (i + 1)]
+        records.append(_unpack_trellis(part, low_bits, geometry.hidden_tiles))
     return Expert(
         w1=Matrix(records[0], shared_scales[0], local[0]),
         w3=Matrix(records[1], shared_scales[1], local[1]),
@@ -90,14 +99,16 @@ def _pack_trellis(records: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return torch.cat(pairs).contiguous().view(torch.uint8)
 
 
-def _unpack_trellis(part: torch.Tensor, mode: int, geometry: Geometry) -> tuple[torch.Tensor, ...]:
+def _unpack_trellis(
+    part: torch.Tensor, low_bits: list[int], hidden_tiles: int
+) -> tuple[torch.Tensor, ...]:
     words = part.contiguous().view(torch.int16).unflatten(0, (-1, SLOTS_PER_PAIR))
-    bits = stored_bits(mode, geometry.records)
     records = []
-    for pair in range(geometry.pairs):
-        low = geometry.hidden_tiles * TILE * bits[2 * pair]
-        sides = (words[pair, :, :low], words[pair, :, low:])
-        records += [side.unflatten(1, (geometry.hidden_tiles, -1)) for side in sides]
+    for pair, bits in zip(words, low_bits, strict=True):
+        low = hidden_tiles * TILE * bits
+        records += [
+            side.unflatten(1, (hidden_tiles, -1)) for side in (pair[:, :low], pair[:, low:])
+        ]
     return tuple(records)
 
 

@@ -25,6 +25,7 @@ from qsrt_runtime.format.geometry import (
     Geometry,
     align,
 )
+from qsrt_runtime.format.slab import Slab, expert_modes
 
 FRUIT = "kquant_fruit_qsrt_atoms_v1"  # the generic schema, the one that we write
 KIMI = "kquant_kimi_k3_qsrt_atoms_v1"
@@ -38,21 +39,15 @@ _SCHEMA_FILES = {FRUIT: "layer", KIMI: "published-kimi-layer"}
 
 
 @dataclass(frozen=True)
-class Layer:
-    """One layer's routed experts as stored.
+class Layer(Slab):
+    """A layer file's content.
 
-    format_codes: [E] uint8, (mode of w1 and w3) << 4 | mode of w2, or 0xFF for X4T.
-    shared_scales: [3, rows, H] float16, w1.suh, w3.suh, w2.svh; rows is E, or 1 when shared.
-    atoms: [I/32, slot stride] uint8, the slab.
+    slab_offset: where the slab starts in the file, in bytes.
     source_sha256, encoder_fingerprint: 64 hex digits; None in the Kimi schema.
     """
 
-    layer: int
     schema: str
-    geometry: Geometry
-    format_codes: torch.Tensor
-    shared_scales: torch.Tensor
-    atoms: torch.Tensor
+    slab_offset: int
     source_sha256: str | None
     encoder_fingerprint: str | None
 
@@ -229,6 +224,8 @@ def read_layer(path: Path, slots: range | None = None) -> Layer:
         layer=int(header.metadata["layer"]),
         schema=kind,
         geometry=geometry,
+        slots=range(geometry.slots) if slots is None else slots,
+        slab_offset=header.tensors[ATOMS].start,
         format_codes=section[: geometry.experts].clone(),
         shared_scales=scales.view(3, rows, geometry.hidden).clone(),
         atoms=atoms,
@@ -246,33 +243,6 @@ def _opened(path: Path) -> Iterator[Any]:
             yield file
     except SafetensorError as error:
         raise FormatError(f"{path}: {error}") from None
-
-
-def expert_modes(layer: Layer, expert: int) -> tuple[int, int]:
-    """(mode of w1 and w3, mode of w2); FormatError for X4T and unknown nibbles."""
-    where = f"layer {layer.layer} expert {expert}"
-    return rates.modes_of_code(int(layer.format_codes[expert]), layer.geometry.records, where)
-
-
-def expert_bundles(layer: Layer, expert: int) -> torch.Tensor:
-    """One expert's bundles by logical atom: [I/32, bundle bytes] uint8, from a whole slab."""
-    start = _place(layer, expert) * layer.geometry.bundle_bytes
-    slots = torch.tensor(layer.geometry.physical_slots(layer.layer, expert))
-    return layer.atoms[slots, start : start + layer.geometry.bundle_bytes]
-
-
-def unpack_expert(layer: Layer, expert: int) -> atom.Expert:
-    """One expert's coded matrices."""
-    modes = expert_modes(layer, expert)
-    row = expert if layer.shared_scales.shape[1] > 1 else 0
-    return atom.unpack_expert(
-        expert_bundles(layer, expert), layer.shared_scales[:, row], modes, layer.geometry
-    )
-
-
-def _place(layer: Layer, expert: int) -> int:
-    """How many compressed experts stand before this one in each slot."""
-    return int((layer.format_codes[:expert] != rates.X4T).sum())
 
 
 def _common_metadata(geometry: Geometry, layer: int, compressed: int, kind: str) -> dict[str, str]:

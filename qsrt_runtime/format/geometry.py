@@ -87,9 +87,13 @@ class Geometry:
         """Bytes from one slot row to the next when `compressed` experts are in the slab."""
         return align(compressed * self.bundle_bytes)
 
+    def pair_shift(self, layer: int, expert: int) -> int:
+        """How many pairs further on than its logical place each pair of an expert stands."""
+        return (ROTATION_MULTIPLIER * expert + layer) % self.pairs
+
     def physical_slots(self, layer: int, expert: int) -> list[int]:
         """The slot in which each logical atom of an expert stands. Whole pairs move."""
-        shift = SLOTS_PER_PAIR * ((ROTATION_MULTIPLIER * expert + layer) % self.pairs)
+        shift = SLOTS_PER_PAIR * self.pair_shift(layer, expert)
         return [(atom + shift) % self.slots for atom in range(self.slots)]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from qsrt_runtime.format import codebook, container, rates, schema
+from qsrt_runtime.format import codebook, container, rates, schema, slab
 from qsrt_runtime.format.container import Layer
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.geometry import Geometry
@@ -25,6 +25,10 @@ REQUIRED_FILES = (CONFIG, INDEX, MANIFEST)
 PRODUCER = "qsrt"
 SOURCE_KIND = "safetensors_manifest"
 STORAGE_FORMAT = "qsrt_atoms_v1"
+# The file that config.json tells transformers to load. There is none of this name, so that
+# transformers stops, and shows it, where it would start the experts at random.
+TRANSFORMERS_WEIGHTS = "transformers_weights"
+IMPORT_FIRST = "import-qsrt_runtime.integrations.transformers-first.safetensors.index.json"
 ACTIVATIONS = ("silu", "situ")
 SITU_BETA = 4.0
 SITU_LINEAR_BETA = 25.0
@@ -155,7 +159,7 @@ def check_layer(layer: Layer, key: int, documents: Documents, where: str) -> Non
         _require_equal(found, expected, field, where, MANIFEST)
     if (layer.format_codes == rates.X4T).any():
         expert = int((layer.format_codes == rates.X4T).nonzero()[0])
-        container.expert_modes(layer, expert)  # refuses X4T by name
+        slab.expert_modes(layer, expert)  # refuses X4T by name
 
 
 def check_evidence(evidence: dict[str, Any], key: int, documents: Documents, where: str) -> None:
@@ -197,7 +201,7 @@ def check_evidence_modes(
     for item in evidence["experts"]:
         expert = item["expert"]
         found = (item["mode13"], item["mode2"])
-        expected = tuple(f"R{mode}" for mode in container.expert_modes(layer, expert))
+        expected = tuple(f"R{mode}" for mode in slab.expert_modes(layer, expert))
         _require_equal(found, expected, f"modes of expert {expert}", where, "the layer file")
         low_to_high(item["low_to_high"], layer.geometry.intermediate, f"{where}: expert {expert}")
 

@@ -129,6 +129,24 @@ def read_evidence(package: Package, layer: int) -> dict[str, Any]:
     return evidence
 
 
+def read_checked_layer(
+    package: Package, number: int, slots: range | None = None
+) -> tuple[Layer, dict[str, Any]]:
+    """A layer file, whole or a run of its slots, and its evidence, which fit each other.
+
+    The evidence is verified by digest, the layer file is not.
+    """
+    path = package.path / package.layer_name(number)
+    layer = read_layer(path, slots)
+    manifests.check_layer(layer, number, package.documents, str(path))
+    evidence = read_evidence(package, number)
+    if package.documents.is_ours:
+        manifests.check_evidence_modes(
+            evidence, layer, package.encoder_settings, package.evidence_name(number)
+        )
+    return layer, evidence
+
+
 def check_base(package: Package) -> None:
     """Refuse an index that does not place every tensor of every base shard, or not their size."""
     weight_map = package.documents.index["weight_map"]

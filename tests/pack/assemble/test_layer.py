@@ -7,10 +7,11 @@ import torch
 from qsrt_pack.assemble.layer import expert_evidence, layer_evidence
 from qsrt_runtime.format import atom, paths
 from qsrt_runtime.format import manifest as manifests
-from qsrt_runtime.format.container import LayerWriter, expert_modes, read_layer
+from qsrt_runtime.format.container import LayerWriter, read_layer
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.format.rates import stored_bits
+from qsrt_runtime.format.slab import expert_modes
 
 GEOMETRY = Geometry(hidden=128, intermediate=256, experts=3)
 SOURCE, ENCODER = "a" * 64, "b" * 64

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from qsrt_runtime.format import atom, container, rates
+from qsrt_runtime.format import atom, container, rates, slab
 from qsrt_runtime.format.geometry import Geometry
 
 MODE_PAIRS = [(mode13, mode2) for mode13 in rates.MODES for mode2 in rates.MODES]
@@ -112,9 +112,9 @@ def test_record_bits_of(bits):
 def test_golden_fruit_expert(golden, facts, expert):
     layer = container.read_layer(golden / facts["fruit_layer"]["file"])
     entry = facts["fruit_layer"]["experts"][str(expert)]
-    bundles = container.expert_bundles(layer, expert)
+    bundles = slab.expert_bundles(layer, expert)
     assert sha256(bundles) == entry["logical_bundle_sha256"]
-    coded = container.unpack_expert(layer, expert)
+    coded = slab.unpack_expert(layer, expert)
     assert [coded.mode13, coded.mode2] == entry["format"]
     assert torch.equal(atom.pack_expert(coded), bundles)
     for name in atom.MATRICES:
@@ -129,7 +129,7 @@ def test_golden_fruit_expert(golden, facts, expert):
 def test_golden_kimi_expert(golden, facts, expert):
     layer = container.read_layer(golden / "kimi_layer.safetensors")
     entry = facts["kimi_layer"]["experts"][str(expert)]
-    coded = container.unpack_expert(layer, expert)
+    coded = slab.unpack_expert(layer, expert)
     assert [coded.mode13, coded.mode2] == entry["format"]
     for name in atom.MATRICES:
         matrix = getattr(coded, name)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from qsrt_runtime.format import atom, container, tensorfile
+from qsrt_runtime.format import atom, container, slab, tensorfile
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.geometry import Geometry, extent
 
@@ -42,7 +42,7 @@ def test_golden_fruit_layer(golden, facts):
     assert torch.equal(layer.format_codes, stored[SECTION][:4])
     scales = stored[SCALES][: 3 * 4 * 1024 * 2].view(torch.float16)
     assert torch.equal(layer.shared_scales, scales.view(3, 4, 1024))
-    formats = [list(container.expert_modes(layer, expert)) for expert in range(4)]
+    formats = [list(slab.expert_modes(layer, expert)) for expert in range(4)]
     assert formats == facts["fruit_layer"]["formats"]
     assert layer.source_sha256 == facts["fruit_layer"]["metadata"]["source_sha256"]
     assert layer.encoder_fingerprint == facts["fruit_layer"]["metadata"]["encoder_fingerprint"]
@@ -58,9 +58,9 @@ def test_golden_kimi_layer(golden):
     assert (layer.source_sha256, layer.encoder_fingerprint) == (None, None)
     assert torch.equal(layer.atoms, load_file(path)[ATOMS])
     for expert in (0, 2):
-        shared = container.unpack_expert(layer, expert).shared_scales
+        shared = slab.unpack_expert(layer, expert).shared_scales
         assert torch.equal(shared, layer.shared_scales[:, 0])
-    for use in (container.expert_modes, container.unpack_expert):
+    for use in (slab.expert_modes, slab.unpack_expert):
         with pytest.raises(FormatError, match="layer 7 expert 1 is an X4T expert"):
             use(layer, 1)
 
@@ -82,7 +82,7 @@ def test_written_golden_layer(golden, facts, tmp_path, order):
         path, layer.geometry, 5, layer.source_sha256, layer.encoder_fingerprint
     ) as writer:
         for expert in order:
-            writer.write_expert(expert, container.unpack_expert(layer, expert))
+            writer.write_expert(expert, slab.unpack_expert(layer, expert))
     expected, found = golden_path.read_bytes(), path.read_bytes()
     data = 4096 + 24576 + 16 * 151552
     assert found[-data:] == expected[-data:]
@@ -129,7 +129,7 @@ def test_tiny_layer_reads_back(damaged_layer, tiny_experts):
     layer = container.read_layer(damaged_layer())
     assert (layer.layer, layer.source_sha256, layer.encoder_fingerprint) == (3, SOURCE, ENCODER)
     assert layer.format_codes.tolist() == [0x01, 0x10]
-    assert all(same_expert(container.unpack_expert(layer, e), tiny_experts[e]) for e in (0, 1))
+    assert all(same_expert(slab.unpack_expert(layer, e), tiny_experts[e]) for e in (0, 1))
 
 
 @pytest.mark.parametrize("layer", [0, 5])
@@ -144,7 +144,7 @@ def test_bundles_stand_in_their_slots(random_expert, tmp_path, layer):
             slot = (number + 8 * ((5 * expert + layer) % 5)) % 40
             row = stored.atoms[slot, 4800 * expert : 4800 * (expert + 1)]
             assert torch.equal(row, bundles[number])
-        assert torch.equal(container.expert_bundles(stored, expert), bundles)
+        assert torch.equal(slab.expert_bundles(stored, expert), bundles)
         assert torch.equal(stored.shared_scales[:, expert], coded.shared_scales)
 
 
@@ -283,4 +283,4 @@ def test_a_larger_stride_is_read(tiny_layer, tmp_path):
     wide, tiny = container.read_layer(path), container.read_layer(tmp_path / "tiny.safetensors")
     assert wide.atoms.shape == (8, 16384)
     for expert in range(2):
-        assert torch.equal(*(container.expert_bundles(layer, expert) for layer in (wide, tiny)))
+        assert torch.equal(*(slab.expert_bundles(layer, expert) for layer in (wide, tiny)))

@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from qsrt_runtime.format import atom, container, decode, rates, tile
+from qsrt_runtime.format import atom, container, decode, rates, slab, tile
 from qsrt_runtime.format.geometry import Geometry
 
 AXES = {"w1": "out", "w3": "out", "w2": "in"}
@@ -47,7 +47,7 @@ def golden_matrix(full_golden, name, mode):
 @pytest.mark.parametrize("expert", range(4))
 def test_golden_fruit_checksums(golden, facts, expert, name):
     layer = container.read_layer(golden / facts["fruit_layer"]["file"])
-    coded = container.unpack_expert(layer, expert)
+    coded = slab.unpack_expert(layer, expert)
     dense = decode.dense_matrix(getattr(coded, name), AXES[name])
     assert dense.dtype == torch.float32
     assert dense.shape == ((1024, 512) if name == "w2" else (512, 1024))
@@ -57,7 +57,7 @@ def test_golden_fruit_checksums(golden, facts, expert, name):
 @pytest.mark.parametrize("expert", [0, 2])
 def test_golden_kimi_checksums(golden, facts, expert):
     layer = container.read_layer(golden / "kimi_layer.safetensors")
-    dense = decode.dense_expert(container.unpack_expert(layer, expert))
+    dense = decode.dense_expert(slab.unpack_expert(layer, expert))
     assert list(dense) == ["w1", "w3", "w2"]
     for name, matrix in dense.items():
         assert matrix.shape == ((128, 3072) if name == "w2" else (3072, 128))
@@ -74,7 +74,7 @@ def test_golden_kimi_checksums(golden, facts, expert):
 def test_golden_dense_experts(full_golden, layer_file, dense_file, expert):
     expected = load_file(full_golden / dense_file)
     layer = container.read_layer(full_golden / layer_file)
-    for name, found in decode.dense_expert(container.unpack_expert(layer, expert)).items():
+    for name, found in decode.dense_expert(slab.unpack_expert(layer, expert)).items():
         assert relative(found, expected[f"expert{expert}.{name}"]) < HALF
 
 
@@ -142,7 +142,7 @@ def test_a_gpu_decodes_the_same_bits(golden):
     on_gpu = {"atoms": layer.atoms.cuda(), "shared_scales": layer.shared_scales.cuda()}
     moved = dataclasses.replace(layer, **on_gpu)
     for expert in range(4):
-        expected = decode.dense_expert(container.unpack_expert(layer, expert))
-        found = decode.dense_expert(container.unpack_expert(moved, expert))
+        expected = decode.dense_expert(slab.unpack_expert(layer, expert))
+        found = decode.dense_expert(slab.unpack_expert(moved, expert))
         for matrix, weight in expected.items():
             assert torch.equal(found[matrix].cpu(), weight)

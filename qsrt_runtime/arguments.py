@@ -1,0 +1,58 @@
+"""What moe_forward accepts: the checks that every way of running it makes first."""
+
+import torch
+
+from qsrt_runtime.weights import LayerWeights
+
+ALIGNMENT = 16  # bytes; what a vector load wants of the slab's start
+
+_X_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_ID_DTYPES = (torch.int32, torch.int64)
+
+
+def check_arguments(
+    x: torch.Tensor,
+    layer: LayerWeights,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    expert_map: torch.Tensor | None,
+) -> None:
+    """Refuse shapes, dtypes, devices and a slab that do not fit; looks at no value.
+
+    Raises TypeError for dtypes, ValueError for the rest; the argument is named.
+    """
+    tensors = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights}
+    if expert_map is not None:
+        tensors["expert_map"] = expert_map
+    for name, value in tensors.items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name} is a {type(value).__name__}, expected a torch tensor")
+        if value.device != layer.atoms.device:
+            raise ValueError(f"{name} is on {value.device}, the layer on {layer.atoms.device}")
+    hidden = layer.geometry.hidden
+    if x.ndim != 2 or x.shape[1] != hidden:
+        raise ValueError(f"x has shape {list(x.shape)}, expected [T, {hidden}]")
+    if topk_ids.ndim != 2 or len(topk_ids) != len(x) or topk_ids.shape != topk_weights.shape:
+        raise ValueError(
+            f"topk_ids {list(topk_ids.shape)} and topk_weights {list(topk_weights.shape)} must "
+            f"both be [{len(x)}, k]"
+        )
+    if x.dtype not in _X_DTYPES:
+        raise TypeError(f"x is {x.dtype}, expected float32, float16 or bfloat16")
+    if not topk_weights.is_floating_point():
+        raise TypeError(f"topk_weights is {topk_weights.dtype}, expected a floating type")
+    for name in ("topk_ids", "expert_map"):
+        if name in tensors and tensors[name].dtype not in _ID_DTYPES:
+            raise TypeError(f"{name} is {tensors[name].dtype}, expected int32 or int64")
+    if expert_map is not None and expert_map.ndim != 1:
+        raise ValueError(f"expert_map has shape {list(expert_map.shape)}, expected [experts]")
+    if not layer.atoms.is_contiguous() or layer.atoms.storage_offset() % ALIGNMENT:
+        raise ValueError(f"the layer's slab must be contiguous and start at {ALIGNMENT} bytes")
+
+
+def check_ids(ids: torch.Tensor, count: int, name: str) -> None:
+    """Refuse values outside -1..count-1. Reads them, and so waits for their device."""
+    if ids.numel() and not -1 <= int(ids.min()) <= int(ids.max()) < count:
+        raise ValueError(
+            f"{name} lie in {int(ids.min())}..{int(ids.max())}, expected -1..{count - 1}"
+        )

@@ -1,0 +1,235 @@
+"""Packages in transformers 5: import this, then AutoModelForCausalLM.from_pretrained(PKG).
+
+transformers does not look for quantization methods outside itself; importing this module
+registers ours. Without it transformers would start the experts at random after a warning, so
+that a package's config.json names a file under `transformers_weights` that does not exist and
+whose name says what to import; the hooks below take that entry away.
+"""
+
+import logging
+import re
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from qsrt_runtime.format import decode
+from qsrt_runtime.format.errors import FormatError
+from qsrt_runtime.format.geometry import Geometry
+from qsrt_runtime.format.manifest import ACTIVATIONS, IMPORT_FIRST, TRANSFORMERS_WEIGHTS
+from qsrt_runtime.format.package import Package, open_package
+from qsrt_runtime.format.slab import unpack_expert
+from qsrt_runtime.load import load_layer, verify_package
+from qsrt_runtime.moe import moe_forward
+from qsrt_runtime.staging import THREADS
+from qsrt_runtime.weights import LayerWeights
+
+METHODS = ("qsrt", "modelopt")  # how convert's two loaders spell quant_method
+_EXPERTS = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:.+\.)?experts$")
+# Attributes by which transformers marks experts that are not [gate; up] and down, plainly.
+_PLAIN = {"is_transposed": False, "is_concatenated": True, "has_bias": False, "has_gate": True}
+
+logger = logging.getLogger(__name__)
+
+
+class QsrtConfig(QuantizationConfigMixin):
+    """The quantization_config of a package, field by field as config.json has it."""
+
+    def __init__(self, **fields: Any) -> None:
+        if "qsrt" not in fields:
+            raise ValueError(
+                f"quantization_config of quant_method {fields.get('quant_method')!r} has no qsrt "
+                "block; qsrt_runtime reads only its own packages"
+            )
+        vars(self).update(fields)
+
+
+class PackedExperts(torch.nn.Module):
+    """The routed experts of one layer, in place of transformers' module of that name.
+
+    Its buffers are those of weights.LayerWeights, the float16 scales under the name scale_bits
+    as int16, so that no change of the model's dtype touches them.
+    """
+
+    def __init__(self, dense: torch.nn.Module, layer: int, geometry: Geometry) -> None:
+        """dense: the module to stand in for, on the meta device."""
+        super().__init__()
+        self.dense = (dense,)  # in a tuple, so that it is no submodule
+        self.layer, self.geometry = layer, geometry
+        experts = geometry.experts
+        shapes = {
+            "atoms": ((geometry.slots, geometry.slot_stride(experts)), torch.uint8),
+            "format_codes": ((experts,), torch.uint8),
+            "scale_bits": ((3, experts, geometry.hidden), torch.int16),
+            "activations": ((experts,), torch.uint8),
+        }
+        for name, (shape, dtype) in shapes.items():
+            self.register_buffer(name, torch.empty(shape, dtype=dtype, device="meta"))
+
+    def fill(self, package: Package, pool: ThreadPoolExecutor) -> None:
+        """Load the layer onto the device where transformers put the buffers."""
+        loaded = load_layer(package, self.layer, self.atoms.device, pool)
+        self.atoms, self.format_codes = loaded.atoms, loaded.format_codes
+        self.scale_bits = loaded.shared_scales.view(torch.int16)
+        self.activations = loaded.activations
+
+    def weights(self) -> LayerWeights:
+        """The layer as moe_forward takes it."""
+        return LayerWeights(
+            layer=self.layer,
+            geometry=self.geometry,
+            slots=range(self.geometry.slots),
+            format_codes=self.format_codes,
+            shared_scales=self.scale_bits.view(torch.float16),
+            atoms=self.atoms,
+            activations=self.activations,
+        )
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """[T, H], ids [T, k] and weights [T, k] -> [T, H]."""
+        return moe_forward(hidden_states, self.weights(), top_k_index, top_k_weights)
+
+    @torch.no_grad()
+    def to_dense(self, dtype: torch.dtype) -> torch.nn.Module:
+        """The module it stands for, with decoded weights; channels in the package's order."""
+        dense = self.dense[0].to_empty(device=self.atoms.device).to(dtype)
+        weights = self.weights()
+        for expert in range(self.geometry.experts):
+            decoded = decode.dense_expert(unpack_expert(weights, expert))
+            dense.gate_up_proj[expert] = torch.cat([decoded["w1"], decoded["w3"]])
+            dense.down_proj[expert] = decoded["w2"]
+        return dense
+
+
+class QsrtQuantizer(HfQuantizer):
+    """The hooks that transformers calls while it loads a package."""
+
+    requires_calibration = True  # a model is packed by qsrt-pack, not while it loads
+
+    def __init__(self, quantization_config: QsrtConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.package: Package | None = None
+
+    def update_attn_implementation(self, config: PretrainedConfig) -> PretrainedConfig:
+        """Called, from transformers 5.18 on, before it looks for weight files."""
+        if getattr(config, TRANSFORMERS_WEIGHTS, None) == IMPORT_FIRST:
+            delattr(config, TRANSFORMERS_WEIGHTS)
+        return config
+
+    update_tp_plan = update_attn_implementation  # called there by the releases before
+
+    def update_ep_plan(self, config: PretrainedConfig) -> PretrainedConfig:
+        return config
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **_: Any
+    ) -> None:
+        if not checkpoint_files:
+            raise ValueError("a package is loaded from its folder or repository, not a state_dict")
+        package = open_package(_package_folder(model, Path(checkpoint_files[0])))
+        verify_package(package, "once")
+        _replace_experts(model, package)
+        self.package = package
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
+        devices = {str(device) for device in getattr(model, "hf_device_map", {}).values()}
+        if "disk" in devices or ("cpu" in devices and len(devices) > 1):
+            raise ValueError(f"packed experts cannot be offloaded; the device map has {devices}")
+        if (getattr(model, "_tp_size", None) or 1) > 1:
+            raise ValueError("packed experts do not take part in transformers' tensor parallelism")
+        with ThreadPoolExecutor(THREADS) as pool:
+            for module in model.modules():
+                if isinstance(module, PackedExperts):
+                    module.fill(self.package, pool)
+        model.requires_grad_(False)  # there is no backward through packed experts
+
+    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+        if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
+            raise ValueError("dequantize() wants the model on one device")
+        packed = {n: m for n, m in model.named_modules() if isinstance(m, PackedExperts)}
+        expected = ACTIVATIONS.index(model.config.get_text_config().hidden_act)
+        for name, module in packed.items():
+            if (module.activations != expected).any():
+                raise ValueError(
+                    f"{name}: experts have activations that differ; no dense model can say that"
+                )
+        for name, module in packed.items():
+            model.set_submodule(name, module.to_dense(dtype))
+        return model.requires_grad_(True)
+
+    def is_serializable(self, *_: Any, **__: Any) -> bool:
+        logger.warning(
+            "a package is saved by copying its folder; call model.dequantize() first to save a "
+            "dense model"
+        )
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+def _package_folder(model: PreTrainedModel, shard: Path) -> Path:
+    """The package that a shard belongs to; the rest of one on the Hub is fetched."""
+    name = model.config.name_or_path
+    if Path(name).is_dir():
+        return Path(name)
+    snapshot = shard.parent  # CACHE/models--OWNER--NAME/snapshots/REVISION
+    return Path(snapshot_download(name, revision=snapshot.name, cache_dir=snapshot.parents[2]))
+
+
+def _replace_experts(model: PreTrainedModel, package: Package) -> None:
+    """Put PackedExperts where the package's layers have their experts."""
+    replaced: set[int] = set()
+    buffers: set[str] = set()
+    for name, module in list(model.named_modules()):
+        match = _EXPERTS.search(name)
+        if match is None or int(match[1]) not in package.layers:
+            continue
+        _check_plain(name, module, package.geometry)
+        packed = PackedExperts(module, int(match[1]), package.geometry)
+        model.set_submodule(name, packed)
+        replaced.add(int(match[1]))
+        buffers |= {re.escape(f"{name}.{key}") for key, _ in packed.named_buffers()}
+    missing = sorted(set(package.layers) - replaced)
+    if missing:
+        raise FormatError(
+            f"{package.path}: {type(model).__name__} has no experts in layer {missing[0]}, which "
+            "is packed"
+        )
+    ignored = set(model._keys_to_ignore_on_load_missing or ())
+    model._keys_to_ignore_on_load_missing = ignored | buffers  # no shard has them
+
+
+def _check_plain(name: str, module: torch.nn.Module, geometry: Geometry) -> None:
+    """Refuse experts that compute anything but down(act(gate x) * up x) from stacked weights."""
+    hidden, intermediate, experts = geometry.hidden, geometry.intermediate, geometry.experts
+    expected = {
+        "gate_up_proj": (experts, 2 * intermediate, hidden),
+        "down_proj": (experts, hidden, intermediate),
+    }
+    found = {key: tuple(value.shape) for key, value in module.named_parameters()}
+    odd = {k: v for k, v in _PLAIN.items() if getattr(module, k, v) != v}
+    if found != expected or odd:
+        raise FormatError(
+            f"{name} ({type(module).__name__}) has parameters {found}, not {odd or 'more'}; "
+            f"expected {expected}, gate first and without bias"
+        )
+
+
+for _method in METHODS:
+    if _method not in AUTO_QUANTIZER_MAPPING:
+        register_quantization_config(_method)(QsrtConfig)
+        register_quantizer(_method)(QsrtQuantizer)

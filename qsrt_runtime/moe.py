@@ -1,0 +1,104 @@
+"""moe_forward: the routed experts of a loaded layer as one opaque torch operator."""
+
+import torch
+
+from qsrt_runtime.arguments import check_arguments
+from qsrt_runtime.format.geometry import Geometry
+from qsrt_runtime.moe_reference import moe_forward_reference
+from qsrt_runtime.weights import LayerWeights
+
+
+def moe_forward(
+    x: torch.Tensor,
+    layer: LayerWeights,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    *,
+    expert_map: torch.Tensor | None = None,
+    weight_on_input: bool = False,
+) -> torch.Tensor:
+    """The routed experts' output [T, H]; arguments, result and errors as moe_forward_reference.
+
+    Calls the operator `qsrt::moe_forward`, which torch.compile and graphs see as one node. On
+    every device it runs the reference.
+    """
+    return torch.ops.qsrt.moe_forward(
+        x,
+        topk_ids,
+        topk_weights,
+        expert_map,
+        layer.atoms,
+        layer.format_codes,
+        layer.shared_scales,
+        layer.activations,
+        layer.layer,
+        layer.slots.start,
+        layer.geometry.intermediate,
+        weight_on_input,
+    )
+
+
+@torch.library.custom_op("qsrt::moe_forward", mutates_args=())
+def _moe_forward(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    atoms: torch.Tensor,
+    format_codes: torch.Tensor,
+    shared_scales: torch.Tensor,
+    activations: torch.Tensor,
+    layer: int,
+    first_slot: int,
+    intermediate: int,
+    weight_on_input: bool,
+) -> torch.Tensor:
+    weights = _layer_weights(
+        atoms, format_codes, shared_scales, activations, layer, first_slot, intermediate
+    )
+    return moe_forward_reference(
+        x, weights, topk_ids, topk_weights, expert_map=expert_map, weight_on_input=weight_on_input
+    )
+
+
+@_moe_forward.register_fake
+def _(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    atoms: torch.Tensor,
+    format_codes: torch.Tensor,
+    shared_scales: torch.Tensor,
+    activations: torch.Tensor,
+    layer: int,
+    first_slot: int,
+    intermediate: int,
+    weight_on_input: bool,
+) -> torch.Tensor:
+    weights = _layer_weights(
+        atoms, format_codes, shared_scales, activations, layer, first_slot, intermediate
+    )
+    check_arguments(x, weights, topk_ids, topk_weights, expert_map)
+    return x.new_empty(x.shape)
+
+
+def _layer_weights(
+    atoms: torch.Tensor,
+    format_codes: torch.Tensor,
+    shared_scales: torch.Tensor,
+    activations: torch.Tensor,
+    layer: int,
+    first_slot: int,
+    intermediate: int,
+) -> LayerWeights:
+    """The layer from the operator's arguments."""
+    return LayerWeights(
+        layer=layer,
+        geometry=Geometry(shared_scales.shape[2], intermediate, len(format_codes)),
+        slots=range(first_slot, first_slot + len(atoms)),
+        format_codes=format_codes,
+        shared_scales=shared_scales,
+        atoms=atoms,
+        activations=activations,
+    )

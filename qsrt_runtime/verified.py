@@ -1,0 +1,66 @@
+"""Which packages were verified before, so that a second load need not read every byte twice.
+
+A stamp is one small file in the user's cache, outside the package. It holds a digest over the
+seal and over size, modification time and inode of every file, so that a file which was replaced
+or written to since makes it void. It is a convenience for a folder that its owner trusts; who
+does not trust the folder's time stamps verifies always.
+"""
+
+import hashlib
+import logging
+import os
+import tempfile
+from pathlib import Path
+
+import qsrt_runtime
+from qsrt_runtime.format import schema
+from qsrt_runtime.format.errors import FormatError
+from qsrt_runtime.format.manifest import CHECKSUMS, MARKER
+from qsrt_runtime.format.package import Package
+
+logger = logging.getLogger(__name__)
+
+
+def stamp_folder() -> Path:
+    """Where stamps lie: qsrt/verified in the user's cache, $XDG_CACHE_HOME or ~/.cache."""
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return Path(cache if cache else "~/.cache").expanduser() / "qsrt" / "verified"
+
+
+def fingerprint(package: Package) -> str:
+    """64 hex digits over the seal and over what the file system says of each file now."""
+    stats = {}
+    for name in (*package.digests, CHECKSUMS, MARKER):
+        try:
+            found = (package.path / name).stat()
+        except OSError as error:
+            raise FormatError(f"{package.path / name}: {error.strerror}") from None
+        stats[name] = [found.st_size, found.st_mtime_ns, found.st_dev, found.st_ino]
+    return schema.digest(
+        {"version": qsrt_runtime.__version__, "seal": package.seal_sha256, "files": stats}
+    )
+
+
+def was_verified(package: Package, found: str) -> bool:
+    """Whether `remember` was called for the package with this fingerprint."""
+    try:
+        return _stamp(package).read_text() == found
+    except (OSError, ValueError):
+        return False
+
+
+def remember(package: Package, found: str) -> None:
+    """Note that all checks passed. A cache that cannot be written costs the next load time."""
+    stamp = _stamp(package)
+    try:
+        stamp.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=stamp.parent, delete=False) as file:
+            file.write(found)
+        os.replace(file.name, stamp)
+    except OSError as error:
+        logger.warning("%s will be verified again next time: %s", package.path, error)
+
+
+def _stamp(package: Package) -> Path:
+    name = hashlib.sha256(os.fsencode(package.path.resolve())).hexdigest()
+    return stamp_folder() / name
