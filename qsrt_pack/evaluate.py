@@ -21,7 +21,7 @@ from transformers import (
 
 import qsrt_runtime
 from qsrt_pack.progress import bar
-from qsrt_pack.restore import DensePackage
+from qsrt_pack.restore import DensePackage, dense_config
 from qsrt_pack.source.checkpoint import digest_files, open_checkpoint
 from qsrt_pack.source.models import find_experts
 from qsrt_pack.validate import bits_per_expert_weight
@@ -204,8 +204,7 @@ def _packed_model(dense: DensePackage) -> PreTrainedModel:
     state |= {name: dense.expert_weight(name) for name in dense.experts}
     path = dense.package.path
     with _blaming(path):
-        config = AutoConfig.from_pretrained(path)
-        del config.quantization_config
+        config = AutoConfig.for_model(**dense_config(dense.package))
         (architecture,) = config.architectures or ["None"]
         model_class = getattr(transformers, architecture)
         if not issubclass(model_class, PreTrainedModel):

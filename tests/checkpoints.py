@@ -113,6 +113,29 @@ def write_checkpoint(
     return path
 
 
+def write_mixtral(path: Path) -> Path:
+    """A Mixtral checkpoint of one layer of two experts."""
+    weights = tensors(layers=1, experts=2)
+    for old in [name for name in weights if ".mlp." in name or "_norm.weight" in name]:
+        new = old.replace(".mlp.", ".block_sparse_moe.")
+        for part, short in zip(PARTS, ("w1", "w3", "w2"), strict=True):
+            new = new.replace(part, short)
+        if "q_norm" not in old and "k_norm" not in old:
+            weights[new] = weights[old]
+        if new != old or "q_norm" in old or "k_norm" in old:
+            del weights[old]
+    value = config(
+        architectures=["MixtralForCausalLM"],
+        model_type="mixtral",
+        num_hidden_layers=1,
+        num_local_experts=2,
+        num_experts=None,
+        num_experts_per_tok=1,
+        sliding_window=None,
+    )
+    return write_checkpoint(path, config_value=value, weights=weights)
+
+
 def edit_json(path: Path, edit: Callable[[dict], object]) -> None:
     """Apply edit(value) in place to a JSON file."""
     value = json.loads(path.read_text())

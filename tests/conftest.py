@@ -18,7 +18,8 @@ if not torch.cuda.is_available():
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests" / "golden"
-FULL_GOLDEN = ROOT.parent / "shared" / "golden"  # a larger set, used where it is there
+SHARED = ROOT.parent / "shared"
+FULL_GOLDEN = SHARED / "golden"  # a larger set, used where it is there
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -54,6 +55,11 @@ def facts() -> dict:
     return json.loads((GOLDEN / "index.json").read_text())["facts"]
 
 
+def _converted(source: Path, out: Path) -> Path:
+    job.run(job.prepare(source, out, Settings(search="fast")), show_progress=False)
+    return out
+
+
 @pytest.fixture(scope="session")
 def clean_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny checkpoint that converts. Never written to: tests damage copies."""
@@ -63,9 +69,32 @@ def clean_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def clean_package(clean_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The package of the tiny checkpoint, by the fast search. Never written to."""
-    out = tmp_path_factory.mktemp("package") / "model-qsrt"
-    job.run(job.prepare(clean_checkpoint, out, Settings(search="fast")), show_progress=False)
-    return out
+    return _converted(clean_checkpoint, tmp_path_factory.mktemp("package") / "model-qsrt")
+
+
+@pytest.fixture(scope="session")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A tiny Mixtral checkpoint and its package. Never written to."""
+    folder = tmp_path_factory.mktemp("mixtral")
+    source = checkpoints.write_mixtral(folder / "model")
+    return source, _converted(source, folder / "out")
+
+
+@pytest.fixture(scope="session")
+def example(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A copy of the bundled trained model and its package. Never written to."""
+    folder = tmp_path_factory.mktemp("example")
+    source = shutil.copytree(ROOT / "examples/tiny_moe/model", folder / "model")
+    return source, _converted(source, folder / "out")
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A larger trained model and its package; tests of it are skipped where it is not there."""
+    source = SHARED / "models" / "qwen3moe-tiny"
+    if not source.is_dir():
+        pytest.skip("the larger trained model is not here")
+    return source, _converted(source, tmp_path_factory.mktemp("trained") / "out")
 
 
 @pytest.fixture

@@ -1,10 +1,7 @@
 """The bundled example: its limits, and the first command of the README, by the fast search."""
 
-import shutil
 from pathlib import Path
 
-from qsrt_pack import job
-from qsrt_pack.encode.expert import Settings
 from qsrt_pack.evaluate import evaluate
 from qsrt_pack.source.checkpoint import open_checkpoint
 from qsrt_pack.source.models import find_experts
@@ -23,10 +20,8 @@ def test_example_is_small_and_its_texts_are_named() -> None:
     assert all(licence in notice for licence in ("public domain", "PSF", "PostgreSQL", "BSD"))
 
 
-def test_example_survives_packing(tmp_path: Path) -> None:
-    source = shutil.copytree(EXAMPLE / "model", tmp_path / "model")
-    out = tmp_path / "model-qsrt"
-    job.run(job.prepare(source, out, Settings(search="fast")), show_progress=False)
+def test_example_survives_packing(example: tuple[Path, Path]) -> None:
+    source, out = example
     assert validate(out, deep=True, show_progress=False)["experts"] == 8
     report = evaluate(out, source, EXAMPLE / "eval.txt", windows=8, show_progress=False)
     assert report["reference_is_source"]

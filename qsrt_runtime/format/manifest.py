@@ -25,10 +25,10 @@ REQUIRED_FILES = (CONFIG, INDEX, MANIFEST)
 PRODUCER = "qsrt"
 SOURCE_KIND = "safetensors_manifest"
 STORAGE_FORMAT = "qsrt_atoms_v1"
-# The file that config.json tells transformers to load. There is none of this name, so that
-# transformers stops, and shows it, where it would start the experts at random.
+# The file that config.json tells transformers to load. It is none, so that transformers stops and
+# shows this, where it would start the experts at random.
 TRANSFORMERS_WEIGHTS = "transformers_weights"
-IMPORT_FIRST = "import-qsrt_runtime.integrations.transformers-first.safetensors.index.json"
+IMPORT_FIRST = "first import qsrt_runtime.integrations.transformers, then load this package"
 ACTIVATIONS = ("silu", "situ")
 SITU_BETA = 4.0
 SITU_LINEAR_BETA = 25.0

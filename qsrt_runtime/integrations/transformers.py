@@ -1,9 +1,9 @@
 """Packages in transformers 5: import this, then AutoModelForCausalLM.from_pretrained(PKG).
 
 transformers does not look for quantization methods outside itself; importing this module
-registers ours. Without it transformers would start the experts at random after a warning, so
-that a package's config.json names a file under `transformers_weights` that does not exist and
-whose name says what to import; the hooks below take that entry away.
+registers ours. Without it transformers would start the experts at random after a warning. So a
+package's config.json names, under `transformers_weights`, a file that transformers refuses, with
+what to import for a name; the hooks below take that entry away.
 """
 
 import logging
@@ -32,8 +32,14 @@ from qsrt_runtime.weights import LayerWeights
 
 METHODS = ("qsrt", "modelopt")  # how convert's two loaders spell quant_method
 _EXPERTS = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:.+\.)?experts$")
-# Attributes by which transformers marks experts that are not [gate; up] and down, plainly.
-_PLAIN = {"is_transposed": False, "is_concatenated": True, "has_bias": False, "has_gate": True}
+# The attributes by which transformers marks other experts, and what they are for ours.
+_PLAIN = {
+    "has_bias": False,
+    "has_gate": True,
+    "has_post_expert_norm": False,
+    "is_concatenated": True,
+    "is_transposed": False,
+}
 
 logger = logging.getLogger(__name__)
 
@@ -221,12 +227,15 @@ def _check_plain(name: str, module: torch.nn.Module, geometry: Geometry) -> None
         "down_proj": (experts, hidden, intermediate),
     }
     found = {key: tuple(value.shape) for key, value in module.named_parameters()}
-    odd = {k: v for k, v in _PLAIN.items() if getattr(module, k, v) != v}
-    if found != expected or odd:
-        raise FormatError(
-            f"{name} ({type(module).__name__}) has parameters {found}, not {odd or 'more'}; "
-            f"expected {expected}, gate first and without bias"
-        )
+    where = f"{name} ({type(module).__name__})"
+    if found != expected:
+        raise FormatError(f"{where} has parameters {found}, the package fits {expected}")
+    for key, value in _PLAIN.items():
+        if getattr(module, key, value) != value:
+            raise FormatError(
+                f"{where} has {key} {getattr(module, key)}; packed experts compute "
+                "down(act(gate x) * up x) and nothing else"
+            )
 
 
 for _method in METHODS:

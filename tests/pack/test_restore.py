@@ -7,12 +7,10 @@ from pathlib import Path
 import checkpoints
 import pytest
 import torch
-from checkpoints import PARTS, config, expert_key, write_checkpoint
+from checkpoints import config, expert_key
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from qsrt_pack import job, plan
-from qsrt_pack.encode.expert import Settings
 from qsrt_pack.restore import DensePackage, decode_package, source_order
 from qsrt_pack.source.checkpoint import open_checkpoint
 from qsrt_pack.source.models import find_experts
@@ -46,35 +44,6 @@ def decoded(clean_package: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     out = tmp_path_factory.mktemp("decoded") / "dense"
     decode_package(clean_package, out, show_progress=False)
     return out
-
-
-@pytest.fixture(scope="module")
-def mixtral(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A Mixtral checkpoint of one layer of two experts, and its package."""
-    folder = tmp_path_factory.mktemp("mixtral")
-    weights = checkpoints.tensors(layers=1, experts=2)
-    for old in [name for name in weights if ".mlp." in name or "_norm.weight" in name]:
-        new = old.replace(".mlp.", ".block_sparse_moe.")
-        for part, short in zip(PARTS, ("w1", "w3", "w2"), strict=True):
-            new = new.replace(part, short)
-        if "q_norm" not in old and "k_norm" not in old:
-            weights[new] = weights[old]
-        if new != old or "q_norm" in old or "k_norm" in old:
-            del weights[old]
-    value = config(
-        architectures=["MixtralForCausalLM"],
-        model_type="mixtral",
-        num_hidden_layers=1,
-        num_local_experts=2,
-        num_experts=None,
-        num_experts_per_tok=1,
-        sliding_window=None,
-    )
-    source = write_checkpoint(folder / "model", config_value=value, weights=weights)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "probe", lambda _method, _device: 1e6)
-        job.run(job.prepare(source, folder / "out", Settings(search="fast")), show_progress=False)
-    return source, folder / "out"
 
 
 def test_names_shapes_and_order_are_the_sources(decoded: Path) -> None:

@@ -110,7 +110,7 @@ def hub_snapshot(tmp_path: Path) -> Callable[[Path], Path]:
 
     def build(folder: Path) -> Path:
         cache = tmp_path / "models--owner--name"
-        snapshot, blobs = cache / "snapshots" / "0123abcd", cache / "blobs"
+        snapshot, blobs = cache / "snapshots" / ("0123abcd" * 5), cache / "blobs"
         blobs.mkdir(parents=True)
         for path in sorted(p for p in folder.rglob("*") if p.is_file()):
             link = snapshot / path.relative_to(folder)

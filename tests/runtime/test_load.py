@@ -1,16 +1,22 @@
 import dataclasses
+import hashlib
 import json
+import logging
+import os
 
 import pytest
 import torch
 from checkpoints import edit_json
+from packages import write_package
 
 import qsrt_runtime
+from qsrt_runtime import load, verified
 from qsrt_runtime.format import container
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.format.package import open_package
 from qsrt_runtime.load import load_package
+from qsrt_runtime.moe import moe_forward
 
 LAYER = "qsrt-layer-001.safetensors"
 
@@ -137,3 +143,231 @@ def test_public_names():
     assert all(hasattr(qsrt_runtime, name) for name in qsrt_runtime.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = qsrt_runtime.nothing
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """Two layers of experts of 7 pairs."""
+    path = tmp_path_factory.mktemp("wide") / "package"
+    return write_package(path, Geometry(128, 7 * 256, 3), layers=(0, 2))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+def test_ranks_add_up(wide, world_size):  # RT-11a
+    whole = load_package(wide)
+    x = torch.randn(5, 128, generator=torch.Generator().manual_seed(0))
+    ids, weights = torch.tensor([[0, 1], [2, 1], [1, 0], [2, 0], [0, -1]]), torch.rand(5, 2)
+    ranks = [load_package(wide, rank=rank, world_size=world_size) for rank in range(world_size)]
+    for layer, expected in whole.layers.items():
+        shares = [rank.layers[layer] for rank in ranks]
+        assert [slot for share in shares for slot in share.slots] == list(range(56))
+        assert {len(share.slots) // 8 for share in shares} <= {7 // world_size, 7 // world_size + 1}
+        assert torch.equal(torch.cat([share.atoms for share in shares]), expected.atoms)
+        found = sum(moe_forward(x, share, ids, weights) for share in shares)
+        expected = moe_forward(x, expected, ids, weights)
+        assert ((found - expected).norm() / expected.norm()).item() < 1e-5
+        assert expected.any()
+
+
+def test_a_rank_reads_its_extent_alone(wide):
+    whole = load_package(wide)
+    geometry = whole.geometry
+    stride, small = geometry.slot_stride(3), 2 * (3 + 2 * 3 * 3 * 128)
+    assert whole.load_bytes == small + 2 * 56 * stride
+    shares = [load_package(wide, rank=rank, world_size=2).load_bytes for rank in (0, 1)]
+    assert shares == [small + 2 * 32 * stride, small + 2 * 24 * stride]
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "message"),
+    [
+        (0, 8, "world_size is 8; experts of 1792 channels have 7 pairs"),
+        (0, 0, "world_size is 0"),
+        (2, 2, r"rank is 2, expected 0\.\.1"),
+        (-1, 2, r"rank is -1, expected 0\.\.1"),
+    ],
+)
+def test_ranks_that_do_not_exist(wide, rank, world_size, message):
+    with pytest.raises(ValueError, match=message):
+        load_package(wide, rank=rank, world_size=world_size)
+
+
+def test_some_layers(wide):
+    loaded = load_package(wide, layers=[2])
+    assert list(loaded.layers) == [2]
+    assert torch.equal(loaded.layers[2].atoms, load_package(wide).layers[2].atoms)
+    assert list(load_package(wide, layers=(2, 0, 2)).layers) == [0, 2]
+    assert load_package(wide, layers=[]).layers == {}
+    with pytest.raises(ValueError, match=r"layer 1 is not one of the packed layers \[0, 2\]"):
+        load_package(wide, layers=[2, 1])
+
+
+@pytest.mark.parametrize("device", ["meta", "mps"])
+def test_other_devices(wide, device):
+    with pytest.raises(ValueError, match=f"device {device} is neither cpu nor cuda"):
+        load_package(wide, device=device)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(wide):
+    for rank in (0, 1):
+        found = load_package(wide, device="cuda", rank=rank, world_size=2)
+        expected = load_package(wide, rank=rank, world_size=2)
+        for layer, weights in expected.layers.items():
+            for field in dataclasses.fields(weights):
+                value, other = (
+                    getattr(weights, field.name),
+                    getattr(found.layers[layer], field.name),
+                )
+                if isinstance(value, torch.Tensor):
+                    assert other.device.type == "cuda"
+                    assert torch.equal(other.cpu(), value)
+                else:
+                    assert other == value
+
+
+def test_report(wide, caplog):
+    with caplog.at_level(logging.INFO, logger="qsrt_runtime.load"):
+        loaded = load_package(wide, verify="always")
+    assert loaded.load_s > 0
+    assert loaded.verify_s > 0
+    assert f"{loaded.load_bytes} bytes in {loaded.load_s:.2f} s" in caplog.text
+
+
+@pytest.fixture
+def hashed(monkeypatch):
+    """The files that were hashed whole since the list was cleared."""
+    names = []
+
+    def verify_file(package, name, *args):
+        names.append(name)
+        return original(package, name, *args)
+
+    original = load.verify_file
+    monkeypatch.setattr(load, "verify_file", verify_file)
+    return names
+
+
+def test_verified_once(package, hashed):
+    load_package(package)
+    everything = sorted(open_package(package).digests)
+    assert sorted(hashed) == everything
+    hashed.clear()
+    load_package(package)
+    load_package(package, rank=0, world_size=1, layers=[1])
+    assert hashed == []
+    load_package(package, verify="always")
+    assert sorted(hashed) == everything
+
+
+def test_structure_remembers_nothing(package, hashed):
+    load_package(package, verify="structure")
+    assert hashed == []
+    load_package(package)
+    assert hashed
+
+
+@pytest.mark.parametrize("change", ["time", "inode", "size"])
+def test_a_changed_file_is_verified_again(package, hashed, change):
+    load_package(package)
+    hashed.clear()
+    path = package / LAYER
+    data, stat = path.read_bytes(), path.stat()
+    if change == "time":
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
+        load_package(package)
+    elif change == "inode":
+        (package / "copy").write_bytes(data)
+        os.utime(package / "copy", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        os.replace(package / "copy", path)
+        load_package(package)
+    else:
+        path.write_bytes(data + b"0")
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        with pytest.raises(FormatError, match=LAYER):
+            load_package(package)
+        return
+    assert LAYER in hashed
+
+
+def test_damage_after_the_first_load(package):
+    load_package(package)
+    data = bytearray((package / LAYER).read_bytes())
+    data[-1 - len(data) // 3] ^= 1
+    (package / LAYER).write_bytes(data)
+    for _ in range(2):
+        with pytest.raises(FormatError, match=f"{LAYER} is damaged"):
+            load_package(package)
+    load_package(package, verify="structure")  # which says so
+
+
+def test_another_seal_is_verified_again(package, reseal, hashed):
+    load_package(package)
+    hashed.clear()
+    edit_json(package / "config.json", lambda config: config.update(rope_theta=5.0))
+    reseal(package)
+    load_package(package)
+    assert hashed
+
+
+@pytest.mark.parametrize("verify", ["structure", "once"])
+def test_structure_is_always_checked(package, verify):
+    load_package(package)
+    path = package / LAYER
+    path.write_bytes(path.read_bytes()[:-4096])
+    with pytest.raises(FormatError, match=LAYER):
+        load_package(package, verify=verify)
+
+
+def test_scales_that_are_not_finite_are_found_once(package, reseal):
+    """Their digest may be right: the first load looks at the slab itself."""
+    path = package / LAYER
+    data = bytearray(path.read_bytes())
+    slab_bytes = open_package(package).geometry.slot_stride(4) * 8
+    bundle = open_package(package).geometry.bundle_bytes
+    data[len(data) - slab_bytes + bundle - 2 : len(data) - slab_bytes + bundle] = b"\xff\x7f"
+    path.write_bytes(data)
+    edit_json(
+        package / "qsrt-layer-001.json",
+        lambda e: e.update(safetensors_sha256=hashlib.sha256(data).hexdigest()),
+    )
+    reseal(package)
+    with pytest.raises(FormatError, match="local scale that is not finite"):
+        load_package(package)
+
+
+def test_package_that_changes_while_it_is_read(package, monkeypatch):
+    original = load.load_layer
+
+    def load_layer(*args):
+        os.utime(package / LAYER)
+        return original(*args)
+
+    monkeypatch.setattr(load, "load_layer", load_layer)
+    with pytest.raises(FormatError, match="was changed while it was read"):
+        load_package(package)
+
+
+def test_unknown_way_to_verify(package):
+    with pytest.raises(ValueError, match="verify is 'never', expected one of"):
+        load_package(package, verify="never")
+
+
+def test_cache_that_cannot_be_written(package, tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    for _ in range(2):
+        caplog.clear()
+        assert load_package(package).layers
+        assert "will be verified again next time" in caplog.text
+
+
+def test_stamps_lie_outside_the_package(package, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    before = sorted(package.rglob("*"))
+    load_package(package)
+    assert sorted(package.rglob("*")) == before
+    assert len(list((tmp_path / "cache/qsrt/verified").iterdir())) == 1
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert verified.stamp_folder() == tmp_path / ".cache/qsrt/verified"

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from qsrt_runtime import load_package
-from qsrt_runtime.format.container import LayerWriter
+from qsrt_runtime.format.container import LayerWriter, read_layer
 from qsrt_runtime.format.geometry import Geometry
+from qsrt_runtime.format.slab import Slab
 from qsrt_runtime.moe import moe_forward
 from qsrt_runtime.moe_reference import moe_forward_reference
+from qsrt_runtime.weights import LayerWeights
 
 HIDDEN, TOKENS = 128, 4
 
@@ -131,7 +133,10 @@ def test_one_of_five_experts(tmp_path, random_expert, batch):  # RT-3b
     with LayerWriter(tmp_path / "layer", geometry, 2, "5" * 64, "e" * 64) as writer:
         for expert in range(5):
             writer.write_expert(expert, random_expert(geometry, expert % 3, 0, seed=expert))
-    layer = layer_of(tmp_path / "layer")
+    stored = read_layer(tmp_path / "layer")
+    held = {field.name: getattr(stored, field.name) for field in dataclasses.fields(Slab)}
+    held |= {"atoms": stored.atoms.clone(), "activations": torch.zeros(5, dtype=torch.uint8)}
+    layer = LayerWeights(**held)
     x, _, weights = batch
     ids = torch.full((TOKENS, 1), 3)
     found = moe_forward(x, layer, ids, weights[:, :1])
@@ -142,22 +147,6 @@ def test_one_of_five_experts(tmp_path, random_expert, batch):  # RT-3b
     assert torch.equal(moe_forward(x, other, ids, weights[:, :1]), found)
     assert found.isfinite().all()
     assert found.any()
-
-
-def layer_of(path):
-    from qsrt_runtime.format.container import read_layer
-    from qsrt_runtime.weights import LayerWeights
-
-    stored = read_layer(path)
-    return LayerWeights(
-        layer=stored.layer,
-        geometry=stored.geometry,
-        slots=stored.slots,
-        format_codes=stored.format_codes,
-        shared_scales=stored.shared_scales,
-        atoms=stored.atoms.clone(),
-        activations=torch.zeros(stored.geometry.experts, dtype=torch.uint8),
-    )
 
 
 def test_views_of_the_input(layer, batch):  # RT-7a

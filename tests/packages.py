@@ -1,0 +1,99 @@
+"""Sealed packages of any size, from random words: nothing is encoded."""
+
+from pathlib import Path
+
+import checkpoints
+import torch
+from safetensors.torch import save_file
+
+from qsrt_pack.assemble.layer import expert_evidence, layer_evidence
+from qsrt_pack.assemble.package import build_config, build_manifest
+from qsrt_pack.encode.expert import Settings
+from qsrt_runtime.format import manifest, paths, schema
+from qsrt_runtime.format.atom import unpack_expert
+from qsrt_runtime.format.container import LayerWriter
+from qsrt_runtime.format.geometry import Geometry
+from qsrt_runtime.format.package import seal
+
+SHARD = "model.safetensors"
+SETTINGS = Settings(search="fast")
+SOURCE = "5" * 64
+_DIFFERENT = 8  # experts; the ones after have the same words again
+
+
+def random_bundles(geometry: Geometry, seed: int, scale: float) -> torch.Tensor:
+    """Bundles [I/32, bundle bytes] of random words, all local scales alike."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (geometry.slots, geometry.bundle_bytes)
+    bundles = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+    bundles[:, -192:].view(torch.float16).fill_(scale)
+    return bundles
+
+
+def write_layer(path: Path, geometry: Geometry, layer: int, scale: float = 0.1) -> LayerWriter:
+    """A layer file of R0 experts whose weights are normal, with a deviation of scale^2."""
+    bundles = [random_bundles(geometry, seed, scale) for seed in range(_DIFFERENT)]
+    scales = torch.full((3, geometry.hidden), scale, dtype=torch.float16)
+    fingerprint = manifest.encoder_fingerprint(SETTINGS.fingerprinted())
+    with LayerWriter(path, geometry, layer, SOURCE, fingerprint) as writer:
+        for expert in range(geometry.experts):
+            writer.write_bundles(expert, bundles[expert % _DIFFERENT], scales, (0, 0))
+    return writer
+
+
+def write_package(
+    path: Path,
+    geometry: Geometry,
+    *,
+    layers: tuple[int, ...] = (0,),
+    topk: int = 2,
+    config: dict | None = None,
+    base: dict[str, torch.Tensor] | None = None,
+) -> Path:
+    """A sealed package. config: changes to checkpoints.config.   base: the carried tensors."""
+    path.mkdir(parents=True)
+    evidence = {layer: _write_evidence(path, geometry, layer) for layer in layers}
+    base = base or {}
+    save_file(base, path / SHARD, metadata={"format": "pt"})
+    size = sum(tensor.nbytes for tensor in base.values())
+    index = {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(base, SHARD)}
+    if not base:
+        (path / SHARD).unlink()
+    (path / manifest.INDEX).write_bytes(schema.dump(index))
+    names = [manifest.INDEX, *([SHARD] if base else [])]
+    document = build_manifest(
+        geometry,
+        topk=topk,
+        activation="silu",
+        encoder_settings=SETTINGS.fingerprinted(),
+        source_sha256=SOURCE,
+        base_sha256=schema.digest({name: paths.sha256_file(path / name) for name in names}),
+        evidence=evidence,
+    )
+    sizes = {
+        "hidden_size": geometry.hidden,
+        "moe_intermediate_size": geometry.intermediate,
+        "num_experts": geometry.experts,
+        "num_experts_per_tok": topk,
+        "num_hidden_layers": max(layers) + 1,
+        "mlp_only_layers": sorted(set(range(max(layers))) - set(layers)),
+    }
+    source_config = checkpoints.config(**(sizes | (config or {})))
+    (path / manifest.MANIFEST).write_bytes(schema.dump(document))
+    built = build_config(source_config, document, "qsrt")
+    (path / manifest.CONFIG).write_bytes(schema.dump(built))
+    seal(path)
+    return path
+
+
+def _write_evidence(path: Path, geometry: Geometry, layer: int) -> dict:
+    writer = write_layer(path / manifest.layer_file_name(layer), geometry, layer)
+    scales = torch.ones(3, geometry.hidden, dtype=torch.float16)
+    coded = unpack_expert(random_bundles(geometry, 0, 0.1), scales, (0, 0), geometry)
+    groups, error = torch.arange(geometry.intermediate // 4), dict.fromkeys(("w1", "w3", "w2"), 0.5)
+    entries = [
+        expert_evidence(expert, coded, groups, error, error) for expert in range(geometry.experts)
+    ]
+    evidence = layer_evidence(writer, SETTINGS.search, entries)
+    (path / manifest.evidence_file_name(layer)).write_bytes(schema.dump(evidence))
+    return evidence
