@@ -1,9 +1,8 @@
 """load_package: from a sealed directory to layers ready to run."""
 
 import logging
-import os
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +10,11 @@ from typing import Any
 
 import torch
 
-from qsrt_runtime import staging, verified
+from qsrt_runtime import verified
 from qsrt_runtime.format import manifest as manifests
-from qsrt_runtime.format.container import read_layer
+from qsrt_runtime.format.container import layer_place
 from qsrt_runtime.format.errors import FormatError
-from qsrt_runtime.format.geometry import SLOTS_PER_PAIR, Geometry, extent
+from qsrt_runtime.format.geometry import SLOTS_PER_PAIR, Geometry, align, extent
 from qsrt_runtime.format.package import (
     Package,
     check_base,
@@ -23,10 +22,10 @@ from qsrt_runtime.format.package import (
     read_checked_layer,
     verify_file,
 )
+from qsrt_runtime.staging import Staging
 from qsrt_runtime.weights import LayerWeights
 
 VERIFY = ("once", "always", "structure")
-_NO_SLOTS = range(0)
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +79,8 @@ def load_package(
     before = verify_package(package, verify)
     verify_s = time.perf_counter() - start
     start = time.perf_counter()
-    with ThreadPoolExecutor(staging.THREADS) as pool:
-        loaded = {layer: load_layer(package, layer, target, pool, slots) for layer in wanted}
+    with Staging(target) as staging:
+        loaded = {layer: load_layer(package, layer, staging, slots) for layer in wanted}
     if verified.fingerprint(package) != before:
         raise FormatError(f"{package.path} was changed while it was read; load it again")
     load_s = time.perf_counter() - start
@@ -105,15 +104,18 @@ def verify_package(package: Package, verify: str) -> str:
     if verify not in VERIFY:
         raise ValueError(f"verify is {verify!r}, expected one of {VERIFY}")
     before = verified.fingerprint(package)
-    check_base(package)
-    if verify == "structure" or (verify == "once" and verified.was_verified(package, before)):
+    if verify == "once" and verified.was_verified(package, before):
         return before
-    with ThreadPoolExecutor(min(os.cpu_count() or 1, staging.THREADS)) as pool:
+    check_base(package)
+    with ThreadPoolExecutor() as pool:
         try:
-            for _ in pool.map(lambda name: verify_file(package, name), sorted(package.digests)):
-                pass
-            for _ in pool.map(lambda layer: read_checked_layer(package, layer), package.layers):
-                pass
+            if verify == "structure":
+                _all(
+                    pool, lambda layer: read_checked_layer(package, layer, range(0)), package.layers
+                )
+            else:
+                _all(pool, lambda name: verify_file(package, name), sorted(package.digests))
+                _all(pool, lambda n: read_checked_layer(package, n), package.layers)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
@@ -123,37 +125,38 @@ def verify_package(package: Package, verify: str) -> str:
 
 
 def load_layer(
-    package: Package,
-    layer: int,
-    device: torch.device,
-    pool: ThreadPoolExecutor,
-    slots: range | None = None,
+    package: Package, layer: int, staging: Staging, slots: range | None = None
 ) -> LayerWeights:
-    """Bring one layer's slots, by default all, to a device: two small reads and one extent.
+    """Bring one layer's slots, by default all, to a device: its small sections and one extent.
 
-    pool: see staging.read_to_device.
+    The package has been verified. The tensors are filled when the staging ends.
     """
-    path = package.path / package.layer_name(layer)
-    stored = read_layer(path, _NO_SLOTS)
-    manifests.check_layer(stored, layer, package.documents, str(path))
-    slots = range(stored.geometry.slots) if slots is None else slots
-    stride = stored.atoms.shape[1]
-    data = staging.read_to_device(
-        path, stored.slab_offset + slots.start * stride, len(slots) * stride, device, pool
+    geometry = package.geometry
+    place = layer_place(package.path / package.layer_name(layer))
+    slots = range(geometry.slots) if slots is None else slots
+    sections = staging.read(place.path, place.sections, place.slab - place.sections)
+    scales = sections[align(geometry.experts) :][: 6 * place.scale_rows * geometry.hidden]
+    atoms = staging.read(
+        place.path, place.slab + slots.start * place.stride, len(slots) * place.stride
     )
     hidden_act = package.documents.config.get("hidden_act")
-    activations = manifests.activations(package.documents.manifest, hidden_act, layer)
+    names = manifests.activations(package.documents.manifest, hidden_act, layer)
+    activations = torch.tensor([manifests.ACTIVATIONS.index(name) for name in names])
     return LayerWeights(
         layer=layer,
-        geometry=stored.geometry,
+        geometry=geometry,
         slots=slots,
-        format_codes=stored.format_codes.to(device),
-        shared_scales=stored.shared_scales.to(device),
-        atoms=data.view(len(slots), stride),
-        activations=torch.tensor(
-            [manifests.ACTIVATIONS.index(name) for name in activations], dtype=torch.uint8
-        ).to(device),
+        format_codes=sections[: geometry.experts],
+        shared_scales=scales.view(torch.float16).view(3, place.scale_rows, geometry.hidden),
+        atoms=atoms.view(len(slots), place.stride),
+        activations=activations.to(torch.uint8).to(staging.device),
     )
+
+
+def _all(pool: ThreadPoolExecutor, work: Callable[[Any], object], items: Iterable[Any]) -> None:
+    """Do work for each item; the error of the first one that has one."""
+    for _ in pool.map(work, items):
+        pass
 
 
 def _owned_slots(geometry: Geometry, rank: int, world_size: int) -> range:

@@ -42,12 +42,10 @@ _SCHEMA_FILES = {FRUIT: "layer", KIMI: "published-kimi-layer"}
 class Layer(Slab):
     """A layer file's content.
 
-    slab_offset: where the slab starts in the file, in bytes.
     source_sha256, encoder_fingerprint: 64 hex digits; None in the Kimi schema.
     """
 
     schema: str
-    slab_offset: int
     source_sha256: str | None
     encoder_fingerprint: str | None
 
@@ -225,7 +223,6 @@ def read_layer(path: Path, slots: range | None = None) -> Layer:
         schema=kind,
         geometry=geometry,
         slots=range(geometry.slots) if slots is None else slots,
-        slab_offset=header.tensors[ATOMS].start,
         format_codes=section[: geometry.experts].clone(),
         shared_scales=scales.view(3, rows, geometry.hidden).clone(),
         atoms=atoms,
@@ -234,6 +231,33 @@ def read_layer(path: Path, slots: range | None = None) -> Layer:
     )
     _check_content(layer, int(header.metadata["x4t_experts"]), path)
     return layer
+
+
+@dataclass(frozen=True)
+class LayerPlace:
+    """Where a layer file has what: byte offsets of its sections and of its slab.
+
+    stride: bytes of a slot.   scale_rows: rows of each shared scale vector.
+    """
+
+    path: Path
+    sections: int
+    slab: int
+    stride: int
+    scale_rows: int
+
+
+def layer_place(path: Path) -> LayerPlace:
+    """Read the places out of a layer file that `read_layer` has accepted before."""
+    header = tensorfile.read_header(path)
+    tensors, metadata = header.tensors, header.metadata
+    return LayerPlace(
+        path=path,
+        sections=tensors[FORMAT_SECTION].start,
+        slab=tensors[ATOMS].start,
+        stride=tensors[ATOMS].shape[1],
+        scale_rows=int(metadata["experts"]) if metadata["schema"] == FRUIT else 1,
+    )
 
 
 @contextmanager
@@ -340,9 +364,9 @@ def _check_content(layer: Layer, x4t_experts: int, path: Path) -> None:
     if found != x4t_experts:
         raise FormatError(f"{path}: {found} X4T format codes, its metadata says {x4t_experts}")
     compressed = layer.geometry.experts - found
-    for expert in range(layer.geometry.experts):
-        if int(layer.format_codes[expert]) != rates.X4T:
-            expert_modes(layer, expert)
+    for code in layer.format_codes.unique().tolist():
+        if code != rates.X4T:
+            expert_modes(layer, int((layer.format_codes == code).nonzero()[0]))
     if not torch.isfinite(layer.shared_scales).all():
         raise FormatError(f"{path}: {SCALE_SECTION} holds a scale that is not finite")
     payload = compressed * layer.geometry.bundle_bytes

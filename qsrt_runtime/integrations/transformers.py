@@ -8,7 +8,6 @@ what to import for a name; the hooks below take that entry away.
 
 import logging
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from qsrt_runtime.format.package import Package, open_package
 from qsrt_runtime.format.slab import unpack_expert
 from qsrt_runtime.load import load_layer, verify_package
 from qsrt_runtime.moe import moe_forward
-from qsrt_runtime.staging import THREADS
+from qsrt_runtime.staging import Staging
 from qsrt_runtime.weights import LayerWeights
 
 METHODS = ("qsrt", "modelopt")  # how convert's two loaders spell quant_method
@@ -78,9 +77,9 @@ class PackedExperts(torch.nn.Module):
         for name, (shape, dtype) in shapes.items():
             self.register_buffer(name, torch.empty(shape, dtype=dtype, device="meta"))
 
-    def fill(self, package: Package, pool: ThreadPoolExecutor) -> None:
-        """Load the layer onto the device where transformers put the buffers."""
-        loaded = load_layer(package, self.layer, self.atoms.device, pool)
+    def fill(self, package: Package, staging: Staging) -> None:
+        """Take the layer's weights as buffers; they have their bytes when the staging ends."""
+        loaded = load_layer(package, self.layer, staging)
         self.atoms, self.format_codes = loaded.atoms, loaded.format_codes
         self.scale_bits = loaded.shared_scales.view(torch.int16)
         self.activations = loaded.activations
@@ -151,10 +150,12 @@ class QsrtQuantizer(HfQuantizer):
             raise ValueError(f"packed experts cannot be offloaded; the device map has {devices}")
         if (getattr(model, "_tp_size", None) or 1) > 1:
             raise ValueError("packed experts do not take part in transformers' tensor parallelism")
-        with ThreadPoolExecutor(THREADS) as pool:
-            for module in model.modules():
-                if isinstance(module, PackedExperts):
-                    module.fill(self.package, pool)
+        packed = [m for m in model.modules() if isinstance(m, PackedExperts)]
+        for device in {m.atoms.device for m in packed}:
+            with Staging(device) as staging:
+                for module in packed:
+                    if module.atoms.device == device:
+                        module.fill(self.package, staging)
         model.requires_grad_(False)  # there is no backward through packed experts
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:

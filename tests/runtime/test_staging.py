@@ -1,44 +1,49 @@
 import os
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from qsrt_runtime import staging
 from qsrt_runtime.format.errors import FormatError
+from qsrt_runtime.staging import Staging
 
 CPU = torch.device("cpu")
 DEVICES = [CPU, pytest.param(torch.device("cuda", 0), marks=pytest.mark.gpu)]
 
 
-@pytest.fixture
-def pool():
-    with ThreadPoolExecutor(staging.THREADS) as pool:
-        yield pool
-
-
 @pytest.mark.parametrize("device", DEVICES, ids=str)
-@pytest.mark.parametrize("size", [0, 1, 4096, 4097, 3 * 4096 * staging.THREADS + 17])
-def test_bytes_arrive(tmp_path, monkeypatch, pool, device, size):
+@pytest.mark.parametrize("threads", [1, 3, 16])
+@pytest.mark.parametrize("size", [0, 1, 4096, 4097, 37 * 4096 + 17])
+def test_bytes_arrive(tmp_path, monkeypatch, device, threads, size):
     monkeypatch.setattr(staging, "PIECE", 4096)
+    monkeypatch.setattr(staging, "THREADS", threads)
     data = os.urandom(size + 300)
     (tmp_path / "file").write_bytes(data)
-    found = staging.read_to_device(tmp_path / "file", 123, size, device, pool)
-    assert (found.device.type, found.dtype, found.shape) == (device.type, torch.uint8, (size,))
-    assert bytes(found.tolist()) == data[123 : 123 + size]
+    with Staging(device) as reading:
+        found = [reading.read(tmp_path / "file", start, size) for start in (123, 0, 300)]
+    for start, tensor in zip((123, 0, 300), found, strict=True):
+        assert (tensor.device, tensor.dtype, tensor.shape) == (device, torch.uint8, (size,))
+        assert bytes(tensor.tolist()) == data[start : start + size]
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
-def test_file_that_ends_too_early(tmp_path, pool, device):
+def test_file_that_ends_too_early(tmp_path, device):
     (tmp_path / "file").write_bytes(bytes(1000))
-    with pytest.raises(FormatError, match=r"file ends at byte 1000; it was cut short"):
-        staging.read_to_device(tmp_path / "file", 10, 991, device, pool)
+    ends = pytest.raises(FormatError, match=r"file ends at byte 1000; it was cut short")
+    with ends, Staging(device) as reading:
+        reading.read(tmp_path / "file", 0, 1000)
+        reading.read(tmp_path / "file", 10, 991)
 
 
-def test_file_is_closed(tmp_path, pool):
+def test_files_are_closed(tmp_path):
     (tmp_path / "file").write_bytes(bytes(1000))
     before = os.listdir("/proc/self/fd")
-    staging.read_to_device(tmp_path / "file", 0, 1000, CPU, pool)
-    with pytest.raises(FormatError):
-        staging.read_to_device(tmp_path / "file", 0, 1001, CPU, pool)
+    with Staging(CPU) as reading:
+        reading.read(tmp_path / "file", 0, 1000)
+    assert os.listdir("/proc/self/fd") == before
+    with pytest.raises(FileNotFoundError), Staging(CPU) as reading:
+        reading.read(tmp_path / "file", 0, 1000)
+        reading.read(tmp_path / "missing", 0, 1)
+    with pytest.raises(FormatError), Staging(CPU) as reading:
+        reading.read(tmp_path / "file", 0, 1001)
     assert os.listdir("/proc/self/fd") == before
