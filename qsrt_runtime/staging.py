@@ -1,24 +1,24 @@
-"""Bytes of files to a device, in pieces through pinned memory, by several threads at once.
+"""Bytes of files to a device: read by many threads into pinned memory, copied chunk by chunk.
 
 A GPU takes a copy from pinned memory several times faster than one thread copies out of the page
-cache, so that threads read pieces while others are on their way, without a stop between files.
+cache, so that a chunk's parts are read by many threads, and the next chunk while one is on its
+way. Only the caller's thread talks to the GPU; threads that all do so wait for each other.
 """
 
 import ctypes
 import os
-import threading
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
 
 import torch
 
 from qsrt_runtime.format.errors import FormatError
 
 THREADS = min(16, os.cpu_count() or 1)
-PIECE = 4 << 20  # bytes read at once; two of them are pinned for each thread
+PART = 4 << 20  # bytes that one thread reads at once; a chunk has one part for each thread
+CHUNKS = 3  # pinned at a time
 
 
 class Staging:
@@ -29,9 +29,8 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._local = threading.local()  # each thread's buffers
-        self._tasks: list[Future[None]] = []
-        self._files: list[BinaryIO] = []
+        self._chunks: deque[_Chunk] = deque()  # in use, in order
+        self._reads: list[Future[None]] = []  # straight into a CPU's memory
 
     def __enter__(self) -> "Staging":
         self._pool = ThreadPoolExecutor(THREADS)
@@ -40,20 +39,18 @@ class Staging:
     def read(self, path: Path, start: int, size: int) -> torch.Tensor:
         """Bytes [start, start + size) of a file as a [size] uint8 tensor, filled later.
 
-        The block ends with FormatError when the file does before that.
+        FormatError, here or at the end of the block, when the file ends before that.
         """
         out = torch.empty(size, dtype=torch.uint8, device=self.device)
-        file = path.open("rb", buffering=0)
-        self._files.append(file)
-        extent = _Extent(path, file.fileno(), start, out)
-        shares = [range(i * PIECE, size, THREADS * PIECE) for i in range(THREADS)]
-        if self.device.type == "cpu":
-            self._tasks += [self._pool.submit(_read, extent, share) for share in shares if share]
-        else:
-            free = torch.cuda.current_stream(self.device).record_event()
-            self._tasks += [
-                self._pool.submit(self._stage, extent, share, free) for share in shares if share
-            ]
+        for offset in range(0, size, THREADS * PART):
+            target = out[offset : offset + THREADS * PART]
+            if self.device.type == "cpu":
+                self._reads += self._start(path, start + offset, _bytes_of(target))
+            else:
+                chunk = self._free_chunk()
+                view = chunk.view[: len(target)]
+                chunk.target, chunk.reads = target, self._start(path, start + offset, view)
+                self._chunks.append(chunk)
         return out
 
     def __exit__(
@@ -62,55 +59,49 @@ class Staging:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._pool.shutdown(cancel_futures=kind is not None)
-        wait(self._tasks)
-        for file in self._files:
-            file.close()
-        if kind is None:
-            for task in self._tasks:
-                task.result()
+        try:
+            if kind is None:
+                for read in self._reads:
+                    read.result()
+                for chunk in self._chunks:
+                    chunk.copy()
+                for chunk in self._chunks:
+                    chunk.copied.synchronize()
+        finally:
+            self._pool.shutdown(cancel_futures=True)
 
-    def _stage(self, extent: "_Extent", offsets: range, free: torch.cuda.Event) -> None:
-        """Read pieces and copy them on this thread's stream, after the memory is `free`."""
-        if not hasattr(self._local, "buffers"):
-            self._local.buffers = [_Buffer(self.device) for _ in range(2)]
-            self._local.stream = torch.cuda.Stream(self.device)
-        stream = self._local.stream
-        stream.wait_event(free)
-        with torch.cuda.stream(stream):
-            for offset in offsets:
-                buffer = self._local.buffers[0]
-                self._local.buffers.reverse()
-                target = extent.out[offset : offset + PIECE]
-                buffer.copied.synchronize()
-                _read_exactly(extent, offset, buffer.view[: len(target)])
-                target.copy_(buffer.memory[: len(target)], non_blocking=True)
-                buffer.copied.record(stream)
-        stream.synchronize()
+    def _start(self, path: Path, position: int, memory: memoryview) -> list[Future[None]]:
+        """Have the parts of a chunk read into memory."""
+        return [
+            self._pool.submit(_read_part, path, position + i, memory[i : i + PART])
+            for i in range(0, len(memory), PART)
+        ]
+
+    def _free_chunk(self) -> "_Chunk":
+        if len(self._chunks) < CHUNKS:
+            return _Chunk()
+        chunk = self._chunks.popleft()
+        chunk.copy()
+        chunk.copied.synchronize()
+        return chunk
 
 
-class _Buffer:
-    """Pinned memory for a piece, and when the copy out of it was done."""
+class _Chunk:
+    """Pinned memory, the reads into it, where they go, and when they have got there."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.memory = torch.empty(PIECE, dtype=torch.uint8, pin_memory=True)
+    def __init__(self) -> None:
+        self.memory = torch.empty(THREADS * PART, dtype=torch.uint8, pin_memory=True)
         self.view = _bytes_of(self.memory)
         self.copied = torch.cuda.Event()
+        self.reads: list[Future[None]] = []
+        self.target = self.memory[:0]
 
-
-@dataclass(frozen=True)
-class _Extent:
-    """Where bytes come from and where they go."""
-
-    path: Path
-    descriptor: int
-    start: int
-    out: torch.Tensor
-
-
-def _read(extent: _Extent, offsets: range) -> None:
-    for offset in offsets:
-        _read_exactly(extent, offset, _bytes_of(extent.out[offset : offset + PIECE]))
+    def copy(self) -> None:
+        """Start the copy to the target when the reads are done."""
+        for read in self.reads:
+            read.result()
+        self.target.copy_(self.memory[: len(self.target)], non_blocking=True)
+        self.copied.record(torch.cuda.current_stream(self.target.device))
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -118,11 +109,14 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def _read_exactly(extent: _Extent, offset: int, target: memoryview) -> None:
-    """Fill memory from a place in the extent, without the interpreter's lock."""
-    position = extent.start + offset
-    while len(target):
-        count = os.preadv(extent.descriptor, [target], position)
-        if not count:
-            raise FormatError(f"{extent.path} ends at byte {position}; it was cut short while read")
-        target, position = target[count:], position + count
+def _read_part(path: Path, position: int, memory: memoryview) -> None:
+    """Fill memory from a place in a file, without the interpreter's lock."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        while len(memory):
+            count = os.preadv(descriptor, [memory], position)
+            if not count:
+                raise FormatError(f"{path} ends at byte {position}; it was cut short while read")
+            memory, position = memory[count:], position + count
+    finally:
+        os.close(descriptor)

@@ -61,12 +61,11 @@ def load(path: Path, verify: str) -> float:
     return load_package(path, device="cuda", verify=verify).load_s
 
 
-def read_mapped(extent: staging._Extent, offset: int, target: memoryview) -> None:
-    """In place of staging._read_exactly: copy out of a mapping of the file."""
-    size = extent.path.stat().st_size
-    storage = torch.UntypedStorage.from_file(str(extent.path), False, size)
-    address = ctypes.addressof(ctypes.c_char.from_buffer(target))
-    ctypes.memmove(address, storage.data_ptr() + extent.start + offset, len(target))
+def read_mapped(path: Path, position: int, memory: memoryview) -> None:
+    """In place of staging._read_part: copy out of a mapping of the file."""
+    storage = torch.UntypedStorage.from_file(str(path), False, path.stat().st_size)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    ctypes.memmove(address, storage.data_ptr() + position, len(memory))
 
 
 def report(what: str, size: int, seconds: tuple[float, float, float], plain: float) -> None:
@@ -92,16 +91,28 @@ def bench_load(path: Path) -> None:
     start = time.perf_counter()
     load_package(path, device="cuda")
     say(f"load_package, call to return, all documents: {time.perf_counter() - start:.3f} s")
-    defaults = staging.THREADS, staging.PIECE
-    for threads in (1, 4, 8, 12, 16):
-        for piece in (1, 2, 4, 8):
-            staging.THREADS, staging.PIECE = threads, piece << 20
-            what = f"{threads} threads, {piece} MiB pieces"
-            report(what, size, median_s(lambda: load(path, "once")), plain)
-    staging.THREADS, staging.PIECE = defaults
-    original, staging._read_exactly = staging._read_exactly, read_mapped
+    names = ("THREADS", "PART", "CHUNKS")
+    defaults = [getattr(staging, name) for name in names]
+
+    def tried(threads: int, mib: int, chunks: int, what: str) -> None:
+        staging.THREADS, staging.PART, staging.CHUNKS = threads, mib << 20, chunks
+        report(what, size, median_s(lambda: load(path, "once")), plain)
+
+    for threads in (1, 4, 8, 12, 14, 16):
+        for mib in (1, 2, 4, 8):
+            for chunks in (2, 3, 4):
+                if threads * mib * chunks <= 256:
+                    tried(
+                        threads,
+                        mib,
+                        chunks,
+                        f"{threads} threads, {chunks} chunks of {mib} MiB each",
+                    )
+    for name, value in zip(names, defaults, strict=True):
+        setattr(staging, name, value)
+    original, staging._read_part = staging._read_part, read_mapped
     report("mapped, as by default otherwise", size, median_s(lambda: load(path, "once")), plain)
-    staging._read_exactly = original
+    staging._read_part = original
 
 
 def bench_memory(path: Path, geometry: Geometry) -> None:

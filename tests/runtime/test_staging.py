@@ -15,7 +15,7 @@ DEVICES = [CPU, pytest.param(torch.device("cuda", 0), marks=pytest.mark.gpu)]
 @pytest.mark.parametrize("threads", [1, 3, 16])
 @pytest.mark.parametrize("size", [0, 1, 4096, 4097, 37 * 4096 + 17])
 def test_bytes_arrive(tmp_path, monkeypatch, device, threads, size):
-    monkeypatch.setattr(staging, "PIECE", 4096)
+    monkeypatch.setattr(staging, "PART", 4096)
     monkeypatch.setattr(staging, "THREADS", threads)
     data = os.urandom(size + 300)
     (tmp_path / "file").write_bytes(data)
