@@ -1,15 +1,18 @@
 """Bytes of files to a device: read by many threads into pinned memory, copied chunk by chunk.
 
 A GPU takes a copy from pinned memory several times faster than one thread copies out of the page
-cache, so that a chunk's parts are read by many threads, and the next chunk while one is on its
-way. Only the caller's thread talks to the GPU; threads that all do so wait for each other.
+cache, so that every thread reads one part of a chunk, and parts of the next ones while it is on
+its way. Among so many, who lets go of the interpreter's lock waits long to get it back: readers
+do so once a part, and the caller's thread alone talks to the GPU, once a chunk.
 """
 
 import ctypes
 import os
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from types import TracebackType
 
 import torch
@@ -18,7 +21,7 @@ from qsrt_runtime.format.errors import FormatError
 
 THREADS = min(16, os.cpu_count() or 1)
 PART = 4 << 20  # bytes that one thread reads at once; a chunk has one part for each thread
-CHUNKS = 3  # pinned at a time
+CHUNKS = 3  # in pinned memory at a time
 
 
 class Staging:
@@ -29,11 +32,17 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._chunks: deque[_Chunk] = deque()  # in use, in order
-        self._reads: list[Future[None]] = []  # straight into a CPU's memory
+        self._queues: list[SimpleQueue[_Chunk | None]] = [SimpleQueue() for _ in range(THREADS)]
+        self._threads = [
+            Thread(target=_serve, args=(part, queue), daemon=True)
+            for part, queue in enumerate(self._queues)
+        ]
+        self._chunks: deque[_Chunk] = deque()  # being read or copied, in order
+        self._descriptors: list[int] = []
 
     def __enter__(self) -> "Staging":
-        self._pool = ThreadPoolExecutor(THREADS)
+        for thread in self._threads:
+            thread.start()
         return self
 
     def read(self, path: Path, start: int, size: int) -> torch.Tensor:
@@ -42,15 +51,15 @@ class Staging:
         FormatError, here or at the end of the block, when the file ends before that.
         """
         out = torch.empty(size, dtype=torch.uint8, device=self.device)
+        descriptor = os.open(path, os.O_RDONLY)
+        self._descriptors.append(descriptor)
         for offset in range(0, size, THREADS * PART):
             target = out[offset : offset + THREADS * PART]
-            if self.device.type == "cpu":
-                self._reads += self._start(path, start + offset, _bytes_of(target))
-            else:
-                chunk = self._free_chunk()
-                view = chunk.view[: len(target)]
-                chunk.target, chunk.reads = target, self._start(path, start + offset, view)
-                self._chunks.append(chunk)
+            memory = target if self.device.type == "cpu" else self._pinned_memory()
+            chunk = _Chunk(path, descriptor, start + offset, memory, target)
+            self._chunks.append(chunk)
+            for queue in self._queues[: chunk.parts]:
+                queue.put(chunk)
         return out
 
     def __exit__(
@@ -59,64 +68,77 @@ class Staging:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        try:
-            if kind is None:
-                for read in self._reads:
-                    read.result()
-                for chunk in self._chunks:
-                    chunk.copy()
-                for chunk in self._chunks:
-                    chunk.copied.synchronize()
-        finally:
-            self._pool.shutdown(cancel_futures=True)
+        for queue in self._queues:
+            queue.put(None)
+        for thread in self._threads:
+            thread.join()
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        if kind is None:
+            for chunk in self._chunks:
+                chunk.send()
+        for chunk in self._chunks:
+            chunk.wait()
 
-    def _start(self, path: Path, position: int, memory: memoryview) -> list[Future[None]]:
-        """Have the parts of a chunk read into memory."""
-        return [
-            self._pool.submit(_read_part, path, position + i, memory[i : i + PART])
-            for i in range(0, len(memory), PART)
-        ]
-
-    def _free_chunk(self) -> "_Chunk":
+    def _pinned_memory(self) -> torch.Tensor:
         if len(self._chunks) < CHUNKS:
-            return _Chunk()
+            return torch.empty(THREADS * PART, dtype=torch.uint8, pin_memory=True)
         chunk = self._chunks.popleft()
-        chunk.copy()
-        chunk.copied.synchronize()
-        return chunk
+        chunk.send()
+        chunk.wait()
+        return chunk.memory
 
 
 class _Chunk:
-    """Pinned memory, the reads into it, where they go, and when they have got there."""
+    """Bytes of a file from `start` on, read into memory and sent to a target of their size."""
 
-    def __init__(self) -> None:
-        self.memory = torch.empty(THREADS * PART, dtype=torch.uint8, pin_memory=True)
-        self.view = _bytes_of(self.memory)
-        self.copied = torch.cuda.Event()
-        self.reads: list[Future[None]] = []
-        self.target = self.memory[:0]
+    def __init__(
+        self, path: Path, descriptor: int, start: int, memory: torch.Tensor, target: torch.Tensor
+    ) -> None:
+        self.path, self.descriptor, self.start = path, descriptor, start
+        self.memory, self.target = memory, target
+        self.parts = -(-len(target) // PART)
+        address = memory.data_ptr()
+        self._view = memoryview((ctypes.c_char * len(target)).from_address(address)).cast("B")
+        self._finished = count(1)  # what it gives is one thread's alone
+        self._all_read: SimpleQueue[None] = SimpleQueue()
+        self._errors: list[BaseException] = []
+        self._sent: torch.cuda.Event | None = None
 
-    def copy(self) -> None:
-        """Start the copy to the target when the reads are done."""
-        for read in self.reads:
-            read.result()
-        self.target.copy_(self.memory[: len(self.target)], non_blocking=True)
-        self.copied.record(torch.cuda.current_stream(self.target.device))
+    def read(self, part: int) -> None:
+        """One thread's part of the work."""
+        try:
+            self._fill(self._view[part * PART : (part + 1) * PART], self.start + part * PART)
+        except BaseException as error:  # for the caller's thread
+            self._errors.append(error)
+        if next(self._finished) == self.parts:
+            self._all_read.put(None)
 
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    """A contiguous CPU tensor's own memory."""
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
-
-
-def _read_part(path: Path, position: int, memory: memoryview) -> None:
-    """Fill memory from a place in a file, without the interpreter's lock."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
+    def _fill(self, memory: memoryview, position: int) -> None:
         while len(memory):
-            count = os.preadv(descriptor, [memory], position)
-            if not count:
-                raise FormatError(f"{path} ends at byte {position}; it was cut short while read")
-            memory, position = memory[count:], position + count
-    finally:
-        os.close(descriptor)
+            size = os.preadv(self.descriptor, [memory], position)
+            if not size:
+                raise FormatError(
+                    f"{self.path} ends at byte {position}; it was cut short while read"
+                )
+            memory, position = memory[size:], position + size
+
+    def send(self) -> None:
+        """Wait until all parts are read and start the copy to the target, if one is needed."""
+        self._all_read.get()
+        if self._errors:
+            raise self._errors[0]
+        if self.target.is_cuda:
+            self.target.copy_(self.memory[: len(self.target)], non_blocking=True)
+            self._sent = torch.cuda.current_stream(self.target.device).record_event()
+
+    def wait(self) -> None:
+        """Until the target is filled, if `send` was called."""
+        if self._sent is not None:
+            self._sent.synchronize()
+
+
+def _serve(part: int, queue: "SimpleQueue[_Chunk | None]") -> None:
+    """A reading thread: its part of each chunk, until there is None."""
+    while (chunk := queue.get()) is not None:
+        chunk.read(part)

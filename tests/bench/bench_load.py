@@ -26,7 +26,7 @@ import qsrt_runtime.integrations.transformers  # noqa: F401
 from qsrt_runtime import load_package, staging
 from qsrt_runtime.format.geometry import Geometry
 
-REPEATS = 7
+REPEATS = 5
 
 
 def say(*parts: object) -> None:
@@ -61,9 +61,9 @@ def load(path: Path, verify: str) -> float:
     return load_package(path, device="cuda", verify=verify).load_s
 
 
-def read_mapped(path: Path, position: int, memory: memoryview) -> None:
-    """In place of staging._read_part: copy out of a mapping of the file."""
-    storage = torch.UntypedStorage.from_file(str(path), False, path.stat().st_size)
+def read_mapped(chunk: staging._Chunk, memory: memoryview, position: int) -> None:
+    """In place of staging._Chunk._fill: copy out of a mapping of the file."""
+    storage = torch.UntypedStorage.from_file(str(chunk.path), False, chunk.path.stat().st_size)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     ctypes.memmove(address, storage.data_ptr() + position, len(memory))
 
@@ -98,21 +98,15 @@ def bench_load(path: Path) -> None:
         staging.THREADS, staging.PART, staging.CHUNKS = threads, mib << 20, chunks
         report(what, size, median_s(lambda: load(path, "once")), plain)
 
-    for threads in (1, 4, 8, 12, 14, 16):
-        for mib in (1, 2, 4, 8):
+    for threads in (4, 8, 12, 14, 15, 16):
+        for mib in (2, 4, 8):
             for chunks in (2, 3, 4):
-                if threads * mib * chunks <= 256:
-                    tried(
-                        threads,
-                        mib,
-                        chunks,
-                        f"{threads} threads, {chunks} chunks of {mib} MiB each",
-                    )
+                tried(threads, mib, chunks, f"{threads} threads, {mib} MiB parts, {chunks} chunks")
     for name, value in zip(names, defaults, strict=True):
         setattr(staging, name, value)
-    original, staging._read_part = staging._read_part, read_mapped
+    original, staging._Chunk._fill = staging._Chunk._fill, read_mapped
     report("mapped, as by default otherwise", size, median_s(lambda: load(path, "once")), plain)
-    staging._read_part = original
+    staging._Chunk._fill = original
 
 
 def bench_memory(path: Path, geometry: Geometry) -> None:
