@@ -141,7 +141,9 @@ def load_layer(
     )
     hidden_act = package.documents.config.get("hidden_act")
     names = manifests.activations(package.documents.manifest, hidden_act, layer)
-    activations = torch.tensor([manifests.ACTIVATIONS.index(name) for name in names])
+    activations = torch.tensor(
+        [manifests.ACTIVATIONS.index(name) for name in names], dtype=torch.uint8
+    )
     return LayerWeights(
         layer=layer,
         geometry=geometry,
@@ -149,7 +151,7 @@ def load_layer(
         format_codes=sections[: geometry.experts],
         shared_scales=scales.view(torch.float16).view(3, place.scale_rows, geometry.hidden),
         atoms=atoms.view(len(slots), place.stride),
-        activations=activations.to(torch.uint8).to(staging.device),
+        activations=staging.place(activations),
     )
 
 

@@ -19,9 +19,9 @@ import torch
 
 from qsrt_runtime.format.errors import FormatError
 
-THREADS = min(16, os.cpu_count() or 1)
-PART = 4 << 20  # bytes that one thread reads at once; a chunk has one part for each thread
-CHUNKS = 3  # in pinned memory at a time
+THREADS = min(12, os.cpu_count() or 1)
+PART = 2 << 20  # bytes that one thread reads at once; a chunk has one part for each thread
+CHUNKS = 4  # in pinned memory at a time
 
 
 class Staging:
@@ -61,6 +61,12 @@ class Staging:
             for queue in self._queues[: chunk.parts]:
                 queue.put(chunk)
         return out
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A small CPU tensor on the device, without waiting for what is on its way."""
+        if self.device.type == "cpu":
+            return tensor
+        return tensor.pin_memory().to(self.device, non_blocking=True)
 
     def __exit__(
         self,

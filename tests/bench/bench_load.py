@@ -1,6 +1,6 @@
 """Loading against a plain pinned copy of the same bytes, and a model's memory in transformers.
 
-    python tests/bench/bench_load.py [--layers 16] [--geometry 1024,512,256]
+    python tests/bench/bench_load.py [--layers 16] [--geometry 1024,512,256] [--sweep]
 
 Layers of 256 experts of 1024 x 512 by default, from random words. The page cache is warm, and
 pinned memory is there from the run before. Prints medians.
@@ -76,7 +76,7 @@ def report(what: str, size: int, seconds: tuple[float, float, float], plain: flo
     )
 
 
-def bench_load(path: Path) -> None:
+def bench_load(path: Path, sweep: bool) -> None:
     first = load_package(path, device="cuda")
     size = first.load_bytes
     say(
@@ -91,6 +91,11 @@ def bench_load(path: Path) -> None:
     start = time.perf_counter()
     load_package(path, device="cuda")
     say(f"load_package, call to return, all documents: {time.perf_counter() - start:.3f} s")
+    if sweep:
+        bench_sweep(path, size, plain)
+
+
+def bench_sweep(path: Path, size: int, plain: float) -> None:
     names = ("THREADS", "PART", "CHUNKS")
     defaults = [getattr(staging, name) for name in names]
 
@@ -98,9 +103,9 @@ def bench_load(path: Path) -> None:
         staging.THREADS, staging.PART, staging.CHUNKS = threads, mib << 20, chunks
         report(what, size, median_s(lambda: load(path, "once")), plain)
 
-    for threads in (4, 8, 12, 14, 15, 16):
-        for mib in (2, 4, 8):
-            for chunks in (2, 3, 4):
+    for threads in (1, 4, 8, 12, 16):
+        for mib in (1, 2, 4):
+            for chunks in (2, 4, 6):
                 tried(threads, mib, chunks, f"{threads} threads, {mib} MiB parts, {chunks} chunks")
     for name, value in zip(names, defaults, strict=True):
         setattr(staging, name, value)
@@ -150,13 +155,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--geometry", default="1024,512,256")
+    parser.add_argument("--sweep", action="store_true", help="try other threads and chunks too")
     arguments = parser.parse_args()
     geometry = Geometry(*map(int, arguments.geometry.split(",")))
     say(torch.cuda.get_device_name(), "torch", torch.__version__)
     folder = Path(tempfile.mkdtemp())
     try:
         path = model_package(folder / "package", geometry, arguments.layers)
-        bench_load(path)
+        bench_load(path, arguments.sweep)
         bench_memory(path, geometry)
     finally:
         shutil.rmtree(folder)
