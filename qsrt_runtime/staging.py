@@ -21,7 +21,7 @@ from qsrt_runtime.format.errors import FormatError
 
 THREADS = min(12, os.cpu_count() or 1)
 PART = 2 << 20  # bytes that one thread reads at once; a chunk has one part for each thread
-CHUNKS = 4  # in pinned memory at a time
+CHUNKS = 5  # in pinned memory at a time
 
 
 class Staging:
@@ -89,10 +89,11 @@ class Staging:
     def _pinned_memory(self) -> torch.Tensor:
         if len(self._chunks) < CHUNKS:
             return torch.empty(THREADS * PART, dtype=torch.uint8, pin_memory=True)
-        chunk = self._chunks.popleft()
-        chunk.send()
-        chunk.wait()
-        return chunk.memory
+        for chunk in list(self._chunks)[:2]:  # a copy is queued behind the one waited for
+            chunk.send()
+        oldest = self._chunks.popleft()
+        oldest.wait()
+        return oldest.memory
 
 
 class _Chunk:
@@ -130,7 +131,9 @@ class _Chunk:
             memory, position = memory[size:], position + size
 
     def send(self) -> None:
-        """Wait until all parts are read and start the copy to the target, if one is needed."""
+        """Wait until all parts are read and start the copy to the target; once."""
+        if self._sent is not None:
+            return
         self._all_read.get()
         if self._errors:
             raise self._errors[0]

@@ -103,9 +103,9 @@ def bench_sweep(path: Path, size: int, plain: float) -> None:
         staging.THREADS, staging.PART, staging.CHUNKS = threads, mib << 20, chunks
         report(what, size, median_s(lambda: load(path, "once")), plain)
 
-    for threads in (1, 4, 8, 12, 16):
+    for threads in (4, 8, 12, 16):
         for mib in (1, 2, 4):
-            for chunks in (2, 4, 6):
+            for chunks in (3, 5, 8):
                 tried(threads, mib, chunks, f"{threads} threads, {mib} MiB parts, {chunks} chunks")
     for name, value in zip(names, defaults, strict=True):
         setattr(staging, name, value)
