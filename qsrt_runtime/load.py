@@ -151,7 +151,7 @@ def load_layer(
         format_codes=sections[: geometry.experts],
         shared_scales=scales.view(torch.float16).view(3, place.scale_rows, geometry.hidden),
         atoms=atoms.view(len(slots), place.stride),
-        activations=staging.place(activations),
+        activations=activations.to(staging.device),
     )
 
 
