@@ -1,8 +1,8 @@
 """Bytes of files to a device, through pinned memory, by many threads at once.
 
 A GPU takes a copy from pinned memory several times faster than one thread copies out of the page
-cache. Each thread reads a part while its last one is on its way, and lets go of the interpreter's
-lock three times a part: among so many, getting it back is slow.
+cache, and the interpreter's lock is slow to get back among many threads: so each of them reads
+large parts and waits for their copies, letting go of the lock twice a part.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ import torch
 from qsrt_runtime.format.errors import FormatError
 
 THREADS = min(12, os.cpu_count() or 1)
-PART = 4 << 20  # bytes read at once; each thread pins two of them
+PART = 8 << 20  # bytes that a thread reads at once, into pinned memory of its own
 
 
 class Staging:
@@ -76,7 +76,9 @@ class Staging:
             for thread in threads:
                 thread.join()
         finally:
-            self._parts.clear()  # so that an interrupt ends the threads
+            self._parts.clear()  # so that an interrupt ends the threads too
+            for thread in threads:
+                thread.join()
         if self._errors:
             raise self._errors[0]
 
@@ -99,17 +101,13 @@ class Staging:
                 yield self._parts.popleft()
 
     def _stage(self) -> None:
-        """As _serve, by way of two pinned buffers."""
-        buffers = [torch.empty(PART, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        stream = torch.cuda.Stream(self.device)
-        with torch.cuda.stream(stream):
+        """As _serve, by way of a pinned buffer."""
+        memory = torch.empty(PART, dtype=torch.uint8, pin_memory=True)
+        with torch.cuda.stream(torch.cuda.Stream(self.device)):
             for part in self._take():
-                buffer = buffers[0][: len(part.target)]
+                buffer = memory[: len(part.target)]
                 _read(part, buffer)
-                stream.synchronize()  # the copy out of the other buffer
-                part.target.copy_(buffer, non_blocking=True)
-                buffers.reverse()
-        stream.synchronize()
+                part.target.copy_(buffer)
 
 
 @dataclass(frozen=True)
