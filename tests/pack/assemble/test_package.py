@@ -106,6 +106,7 @@ def test_config_as_this_projects_loader_reads_it() -> None:
     config = build_config(source, value, "qsrt")
     assert source == before
     quantization = config.pop("quantization_config")
+    assert "import qsrt_runtime.integrations.transformers" in config.pop("transformers_weights")
     assert config == source
     assert quantization == {
         "quant_method": "qsrt",
