@@ -2,12 +2,20 @@
 
 import torch
 
+from qsrt_runtime.format.geometry import SLOTS_PER_PAIR
 from qsrt_runtime.weights import LayerWeights
 
 ALIGNMENT = 16  # bytes; what a vector load wants of the slab's start
 
 _X_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _ID_DTYPES = (torch.int32, torch.int64)
+
+
+def check_types(**arguments: object) -> None:
+    """Refuse what is no tensor, by name."""
+    for name, value in arguments.items():
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"{name} is a {type(value).__name__}, expected a torch tensor")
 
 
 def check_arguments(
@@ -17,16 +25,15 @@ def check_arguments(
     topk_weights: torch.Tensor,
     expert_map: torch.Tensor | None,
 ) -> None:
-    """Refuse shapes, dtypes, devices and a slab that do not fit; looks at no value.
+    """Refuse shapes, dtypes, devices and a layer that do not fit; looks at no value.
 
     Raises TypeError for dtypes, ValueError for the rest; the argument is named.
     """
     tensors = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights}
     if expert_map is not None:
         tensors["expert_map"] = expert_map
+    check_types(**tensors)
     for name, value in tensors.items():
-        if not isinstance(value, torch.Tensor):
-            raise TypeError(f"{name} is a {type(value).__name__}, expected a torch tensor")
         if value.device != layer.atoms.device:
             raise ValueError(f"{name} is on {value.device}, the layer on {layer.atoms.device}")
     hidden = layer.geometry.hidden
@@ -46,6 +53,35 @@ def check_arguments(
             raise TypeError(f"{name} is {tensors[name].dtype}, expected int32 or int64")
     if expert_map is not None and expert_map.ndim != 1:
         raise ValueError(f"expert_map has shape {list(expert_map.shape)}, expected [experts]")
+    _check_layer(layer)
+
+
+def _check_layer(layer: LayerWeights) -> None:
+    """Refuse a layer whose tensors do not fit each other."""
+    experts, hidden = layer.geometry.experts, layer.geometry.hidden
+    whole = range(layer.slots.start, layer.slots.stop, SLOTS_PER_PAIR)
+    if layer.slots.start % SLOTS_PER_PAIR or len(layer.slots) % SLOTS_PER_PAIR or not whole:
+        raise ValueError(f"the layer holds {layer.slots}, not whole pairs of slots")
+    rows = layer.shared_scales.shape[1] if layer.shared_scales.ndim == 3 else 0
+    width = max(layer.atoms.shape[1] if layer.atoms.ndim == 2 else 0, layer.geometry.bundle_bytes)
+    expected = {
+        "atoms": ((len(layer.slots), width), torch.uint8),
+        "format_codes": ((experts,), torch.uint8),
+        "shared_scales": ((3, experts if rows != 1 else 1, hidden), torch.float16),
+        "activations": ((experts,), torch.uint8),
+    }
+    for name, (shape, dtype) in expected.items():
+        value = getattr(layer, name)
+        if value.dtype != dtype:
+            raise TypeError(f"the layer's {name} are {value.dtype}, expected {dtype}")
+        if tuple(value.shape) != shape:
+            raise ValueError(
+                f"the layer's {name} have shape {list(value.shape)}, expected {list(shape)}"
+            )
+        if value.device != layer.atoms.device:
+            raise ValueError(
+                f"the layer's {name} are on {value.device}, its slab on {layer.atoms.device}"
+            )
     if not layer.atoms.is_contiguous() or layer.atoms.storage_offset() % ALIGNMENT:
         raise ValueError(f"the layer's slab must be contiguous and start at {ALIGNMENT} bytes")
 

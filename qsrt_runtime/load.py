@@ -1,8 +1,10 @@
 """load_package: from a sealed directory to layers ready to run."""
 
 import logging
+import math
+import operator
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +60,7 @@ def load_package(
     device: str | torch.device = "cpu",
     rank: int = 0,
     world_size: int = 1,
-    layers: Collection[int] | None = None,
+    layers: Iterable[int] | None = None,
     verify: str = "once",
 ) -> LoadedPackage:
     """Load the packed experts of a local package onto a device, never a dense one.
@@ -69,22 +71,22 @@ def load_package(
     verify: "once" reads and checks every file of the package unless that was done before and no
     file changed size, time or inode since; "always" does not remember; "structure" checks the
     documents, the headers and the small sections, and trusts the slabs.
-    Raises FormatError naming the file and the field that is wrong, ValueError for arguments.
+    Raises FormatError naming the file and the field that is wrong, ValueError or TypeError for
+    arguments.
     """
+    target = _checked_device(device)
     package = open_package(Path(path))
     wanted = _wanted_layers(package, layers)
     slots = _owned_slots(package.geometry, rank, world_size)
-    target = _checked_device(device)
     start = time.perf_counter()
     before = verify_package(package, verify)
     verify_s = time.perf_counter() - start
     start = time.perf_counter()
     with Staging(target) as staging:
         loaded = {layer: load_layer(package, layer, staging, slots) for layer in wanted}
-    if verified.fingerprint(package) != before:
-        raise FormatError(f"{package.path} was changed while it was read; load it again")
+    check_unchanged(package, before)
     load_s = time.perf_counter() - start
-    load_bytes = sum(_stored_bytes(weights) for weights in loaded.values())
+    load_bytes = sum(stored_bytes(weights) for weights in loaded.values())
     logger.info("%s: %d bytes in %.2f s, checks %.2f s", path, load_bytes, load_s, verify_s)
     return LoadedPackage(
         path=package.path,
@@ -104,54 +106,65 @@ def verify_package(package: Package, verify: str) -> str:
     if verify not in VERIFY:
         raise ValueError(f"verify is {verify!r}, expected one of {VERIFY}")
     before = verified.fingerprint(package)
-    if verify == "once" and verified.was_verified(package, before):
-        return before
+    if verify != "once":
+        _check_files(package, verify)
+    elif not verified.was_verified(package, before):
+        with verified.one_at_a_time(package):  # other ranks wait, and find the stamp
+            if not verified.was_verified(package, before):
+                _check_files(package, verify)
+                verified.remember(package, before)
+    return before
+
+
+def check_unchanged(package: Package, before: str) -> None:
+    """Refuse a package whose files are not as they were when `verify_package` saw them."""
+    if verified.fingerprint(package) != before:
+        raise FormatError(f"{package.path} was changed while it was read; load it again")
+
+
+def _check_files(package: Package, verify: str) -> None:
     check_base(package)
     with ThreadPoolExecutor() as pool:
         try:
             if verify == "structure":
-                _all(
-                    pool, lambda layer: read_checked_layer(package, layer, range(0)), package.layers
-                )
+                _all(pool, lambda n: read_checked_layer(package, n, range(0)), package.layers)
             else:
                 _all(pool, lambda name: verify_file(package, name), sorted(package.digests))
                 _all(pool, lambda n: read_checked_layer(package, n), package.layers)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    if verify == "once":
-        verified.remember(package, before)
-    return before
 
 
 def load_layer(
     package: Package, layer: int, staging: Staging, slots: range | None = None
 ) -> LayerWeights:
-    """Bring one layer's slots, by default all, to a device: its small sections and one extent.
+    """Bring one layer's slots, by default all, to a device: two small sections and one extent.
 
     The package has been verified. The tensors are filled when the staging ends.
     """
     geometry = package.geometry
     place = layer_place(package.path / package.layer_name(layer))
     slots = range(geometry.slots) if slots is None else slots
-    sections = staging.read(place.path, place.sections, place.slab - place.sections)
-    scales = sections[align(geometry.experts) :][: 6 * place.scale_rows * geometry.hidden]
+    codes = staging.read(place.path, place.sections, geometry.experts)
+    shape = (3, place.scale_rows, geometry.hidden)
+    scales = staging.read(
+        place.path, place.sections + align(geometry.experts), 2 * math.prod(shape)
+    )
     atoms = staging.read(
         place.path, place.slab + slots.start * place.stride, len(slots) * place.stride
     )
     hidden_act = package.documents.config.get("hidden_act")
     names = manifests.activations(package.documents.manifest, hidden_act, layer)
-    activations = torch.tensor(
-        [manifests.ACTIVATIONS.index(name) for name in names], dtype=torch.uint8
-    )
+    activations = [manifests.ACTIVATIONS.index(name) for name in names]
     return LayerWeights(
         layer=layer,
         geometry=geometry,
         slots=slots,
-        format_codes=sections[: geometry.experts],
-        shared_scales=scales.view(torch.float16).view(3, place.scale_rows, geometry.hidden),
+        format_codes=codes,
+        shared_scales=scales.view(torch.float16).view(shape),
         atoms=atoms.view(len(slots), place.stride),
-        activations=activations.to(staging.device),
+        activations=torch.tensor(activations, dtype=torch.uint8, device=staging.device),
     )
 
 
@@ -163,6 +176,7 @@ def _all(pool: ThreadPoolExecutor, work: Callable[[Any], object], items: Iterabl
 
 def _owned_slots(geometry: Geometry, rank: int, world_size: int) -> range:
     """The slots of a rank's pairs; whole pairs, since a Hadamard block lies inside one."""
+    rank, world_size = _integer(rank, "rank"), _integer(world_size, "world_size")
     if not 1 <= world_size <= geometry.pairs:
         raise ValueError(
             f"world_size is {world_size}; experts of {geometry.intermediate} channels have "
@@ -174,22 +188,43 @@ def _owned_slots(geometry: Geometry, rank: int, world_size: int) -> range:
     return range(SLOTS_PER_PAIR * pairs.start, SLOTS_PER_PAIR * pairs.stop)
 
 
-def _wanted_layers(package: Package, layers: Collection[int] | None) -> list[int]:
+def _wanted_layers(package: Package, layers: Iterable[int] | None) -> list[int]:
     if layers is None:
         return package.layers
-    for layer in layers:
+    wanted = sorted({_integer(layer, "a layer") for layer in layers})
+    for layer in wanted:
         if layer not in package.layers:
             raise ValueError(f"layer {layer} is not one of the packed layers {package.layers}")
-    return sorted(set(layers))
+    return wanted
+
+
+def _integer(value: Any, name: str) -> int:
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} is {value!r}, expected an integer") from None
 
 
 def _checked_device(device: str | torch.device) -> torch.device:
-    target = torch.device(device)
-    if target.type not in ("cpu", "cuda"):
-        raise ValueError(f"device {target} is neither cpu nor cuda")
-    return target
+    """The device with its index, once it is known to be there."""
+    try:
+        target = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device is {device!r}, expected cpu, cuda or cuda:N") from None
+    if target.type == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    if target.type != "cuda" or not count:
+        raise ValueError(f"device is {target}, expected cpu or one of {count} CUDA devices")
+    index = torch.cuda.current_device() if target.index is None else target.index
+    if index >= count:
+        raise ValueError(f"device is {target}, expected cpu or one of {count} CUDA devices")
+    return torch.device("cuda", index)
 
 
-def _stored_bytes(weights: LayerWeights) -> int:
+def stored_bytes(weights: LayerWeights) -> int:
+    """Bytes of a layer file that a layer in memory was read from."""
     parts = (weights.atoms, weights.format_codes, weights.shared_scales)
     return sum(part.nbytes for part in parts)

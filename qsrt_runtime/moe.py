@@ -2,7 +2,7 @@
 
 import torch
 
-from qsrt_runtime.arguments import check_arguments
+from qsrt_runtime.arguments import check_arguments, check_types
 from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.moe_reference import moe_forward_reference
 from qsrt_runtime.weights import LayerWeights
@@ -20,8 +20,11 @@ def moe_forward(
     """The routed experts' output [T, H]; arguments, result and errors as moe_forward_reference.
 
     Calls the operator `qsrt::moe_forward`, which torch.compile and graphs see as one node. On
-    every device it runs the reference.
+    every device it runs the reference. It has no backward: a result that is asked for a gradient
+    raises RuntimeError, and so does torch.compile where x wants one.
     """
+    given = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights}
+    check_types(**given, **({} if expert_map is None else {"expert_map": expert_map}))
     return torch.ops.qsrt.moe_forward(
         x,
         topk_ids,
@@ -81,6 +84,15 @@ def _(
     )
     check_arguments(x, weights, topk_ids, topk_weights, expert_map)
     return x.new_empty(x.shape)
+
+
+def _no_backward(_context: object, *_gradients: torch.Tensor) -> None:
+    raise RuntimeError(
+        "packed experts have no backward; run them under torch.no_grad(), or dequantize the model"
+    )
+
+
+_moe_forward.register_autograd(_no_backward)
 
 
 def _layer_weights(

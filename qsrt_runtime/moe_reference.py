@@ -40,10 +40,22 @@ def moe_forward_reference(
     FormatError for an expert that this version does not run (X4T).
     """
     check_arguments(x, layer, topk_ids, topk_weights, expert_map)
+    experts = layer.geometry.experts
+    check_ids(topk_ids, experts if expert_map is None else len(expert_map), "topk_ids")
     if expert_map is not None:
-        check_ids(topk_ids, len(expert_map), "topk_ids")
-        topk_ids = torch.where(topk_ids < 0, topk_ids, expert_map[topk_ids.clamp(min=0)])
-    check_ids(topk_ids, layer.geometry.experts, "topk_ids")
+        check_ids(expert_map, experts, "expert_map")
+        topk_ids = torch.cat([expert_map, expert_map.new_tensor([-1])])[topk_ids]  # the last for -1
+    with torch.autocast(x.device.type, enabled=False):
+        return _forward(x, layer, topk_ids, topk_weights, weight_on_input)
+
+
+def _forward(
+    x: torch.Tensor,
+    layer: LayerWeights,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    weight_on_input: bool,
+) -> torch.Tensor:
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in topk_ids.unique().tolist():
         if expert < 0:

@@ -69,15 +69,17 @@ class Staging:
         """Read all parts."""
         if self.device.type == "cuda":  # what had the memory before may still be running
             torch.cuda.current_stream(self.device).synchronize()
-        threads = [Thread(target=self._serve) for _ in range(min(THREADS, len(self._parts)))]
-        for thread in threads:
-            thread.start()
+        started: list[Thread] = []
         try:
-            for thread in threads:
+            for _ in range(min(THREADS, len(self._parts))):
+                thread = Thread(target=self._serve)
+                thread.start()
+                started.append(thread)
+            for thread in started:
                 thread.join()
         finally:
-            self._parts.clear()  # so that an interrupt ends the threads too
-            for thread in threads:
+            self._parts.clear()  # so that an interrupt ends the threads, before files are closed
+            for thread in started:
                 thread.join()
         if self._errors:
             raise self._errors[0]
@@ -102,8 +104,8 @@ class Staging:
 
     def _stage(self) -> None:
         """As _serve, by way of a pinned buffer."""
-        memory = torch.empty(PART, dtype=torch.uint8, pin_memory=True)
-        with torch.cuda.stream(torch.cuda.Stream(self.device)):
+        memory = torch.empty(PART, dtype=torch.uint8, device="cpu", pin_memory=True)
+        with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.Stream(self.device)):
             for part in self._take():
                 buffer = memory[: len(part.target)]
                 _read(part, buffer)

@@ -6,10 +6,13 @@ or written to since makes it void. It is a convenience for a folder that its own
 does not trust the folder's time stamps verifies always.
 """
 
+import fcntl
 import hashlib
 import logging
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import qsrt_runtime
@@ -22,9 +25,13 @@ logger = logging.getLogger(__name__)
 
 
 def stamp_folder() -> Path:
-    """Where stamps lie: qsrt/verified in the user's cache, $XDG_CACHE_HOME or ~/.cache."""
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return Path(cache if cache else "~/.cache").expanduser() / "qsrt" / "verified"
+    """Where stamps lie: qsrt/verified in the user's cache, $XDG_CACHE_HOME or ~/.cache.
+
+    RuntimeError for a user without a home.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    home = cache if cache.is_absolute() else Path("~/.cache").expanduser()
+    return home / "qsrt" / "verified"
 
 
 def fingerprint(package: Package) -> str:
@@ -45,22 +52,42 @@ def was_verified(package: Package, found: str) -> bool:
     """Whether `remember` was called for the package with this fingerprint."""
     try:
         return _stamp(package).read_text() == found
-    except (OSError, ValueError):
+    except (OSError, ValueError, RuntimeError):
         return False
+
+
+@contextmanager
+def one_at_a_time(package: Package) -> Iterator[None]:
+    """Wait for another process that verifies the package; not where there is no cache."""
+    try:
+        lock = _stamp(package).with_suffix(".lock")
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+    except (OSError, RuntimeError):
+        yield
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def remember(package: Package, found: str) -> None:
     """Note that all checks passed. A cache that cannot be written costs the next load time."""
-    stamp = _stamp(package)
     try:
+        stamp = _stamp(package)
         stamp.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=stamp.parent, delete=False) as file:
-            file.write(found)
-        os.replace(file.name, stamp)
-    except OSError as error:
+        with tempfile.TemporaryDirectory(dir=stamp.parent) as folder:
+            (Path(folder) / "stamp").write_text(found)
+            os.replace(Path(folder) / "stamp", stamp)
+    except (OSError, RuntimeError) as error:
         logger.warning("%s will be verified again next time: %s", package.path, error)
 
 
 def _stamp(package: Package) -> Path:
-    name = hashlib.sha256(os.fsencode(package.path.resolve())).hexdigest()
-    return stamp_folder() / name
+    """The package's stamp; RuntimeError where it would lie inside the package."""
+    path, folder = package.path.resolve(), stamp_folder().resolve()
+    if path == folder or path in folder.parents:
+        raise RuntimeError(f"the cache {folder} lies inside the package")
+    return folder / hashlib.sha256(os.fsencode(path)).hexdigest()

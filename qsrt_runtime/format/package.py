@@ -73,8 +73,10 @@ def open_package(path: Path) -> Package:
     the digests of large files are checked when they are read (`read_package_layer`,
     `verify_file`). Raises FormatError naming the file and the field.
     """
-    if path.is_symlink() or not path.is_dir():
-        raise FormatError(f"{path} is not a folder" + (" but a link" if path.is_symlink() else ""))
+    if path.is_symlink():
+        raise FormatError(f"{path} is not a folder but a link; name the folder itself")
+    if not path.is_dir():
+        raise FormatError(f"{path} is not a folder")
     found = paths.files_below(path)
     if MARKER not in found:
         raise FormatError(

@@ -8,11 +8,12 @@ what to import for a name; the hooks below take that entry away.
 
 import logging
 import re
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import hf_hub_download, snapshot_download
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
@@ -21,10 +22,16 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from qsrt_runtime.format import decode
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.geometry import Geometry
-from qsrt_runtime.format.manifest import ACTIVATIONS, IMPORT_FIRST, TRANSFORMERS_WEIGHTS
+from qsrt_runtime.format.manifest import (
+    ACTIVATIONS,
+    CHECKSUMS,
+    IMPORT_FIRST,
+    MARKER,
+    TRANSFORMERS_WEIGHTS,
+)
 from qsrt_runtime.format.package import Package, open_package
 from qsrt_runtime.format.slab import unpack_expert
-from qsrt_runtime.load import load_layer, verify_package
+from qsrt_runtime.load import check_unchanged, load_layer, verify_package
 from qsrt_runtime.moe import moe_forward
 from qsrt_runtime.staging import Staging
 from qsrt_runtime.weights import LayerWeights
@@ -84,6 +91,10 @@ class PackedExperts(torch.nn.Module):
         self.scale_bits = loaded.shared_scales.view(torch.int16)
         self.activations = loaded.activations
 
+    @property
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers())
+
     def weights(self) -> LayerWeights:
         """The layer as moe_forward takes it."""
         return LayerWeights(
@@ -105,7 +116,7 @@ class PackedExperts(torch.nn.Module):
     @torch.no_grad()
     def to_dense(self, dtype: torch.dtype) -> torch.nn.Module:
         """The module it stands for, with decoded weights; channels in the package's order."""
-        dense = self.dense[0].to_empty(device=self.atoms.device).to(dtype)
+        dense = self.dense[0].to_empty(device=self.atoms.device).to(dtype).train(self.training)
         weights = self.weights()
         for expert in range(self.geometry.experts):
             decoded = decode.dense_expert(unpack_expert(weights, expert))
@@ -122,6 +133,7 @@ class QsrtQuantizer(HfQuantizer):
     def __init__(self, quantization_config: QsrtConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.package: Package | None = None
+        self.verified = ""
 
     def update_attn_implementation(self, config: PretrainedConfig) -> PretrainedConfig:
         """Called, from transformers 5.18 on, before it looks for weight files."""
@@ -140,9 +152,8 @@ class QsrtQuantizer(HfQuantizer):
         if not checkpoint_files:
             raise ValueError("a package is loaded from its folder or repository, not a state_dict")
         package = open_package(_package_folder(model, Path(checkpoint_files[0])))
-        verify_package(package, "once")
+        self.package, self.verified = package, verify_package(package, "once")
         _replace_experts(model, package)
-        self.package = package
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
         devices = {str(device) for device in getattr(model, "hf_device_map", {}).values()}
@@ -150,17 +161,27 @@ class QsrtQuantizer(HfQuantizer):
             raise ValueError(f"packed experts cannot be offloaded; the device map has {devices}")
         if (getattr(model, "_tp_size", None) or 1) > 1:
             raise ValueError("packed experts do not take part in transformers' tensor parallelism")
+        start = time.perf_counter()
         packed = [m for m in model.modules() if isinstance(m, PackedExperts)]
         for device in {m.atoms.device for m in packed}:
+            if device.type not in ("cpu", "cuda"):
+                raise ValueError(f"packed experts run on cpu and cuda, not on {device}")
             with Staging(device) as staging:
                 for module in packed:
                     if module.atoms.device == device:
                         module.fill(self.package, staging)
+        check_unchanged(self.package, self.verified)
+        size, seconds = sum(m.nbytes for m in packed), time.perf_counter() - start
+        logger.info("%s: %d bytes of experts in %.2f s", self.package.path, size, seconds)
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel):  # each refuses to be saved
+                module.hf_quantizer = self
         model.requires_grad_(False)  # there is no backward through packed experts
 
-    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str) -> PreTrainedModel:
         if len(set(getattr(model, "hf_device_map", {}).values())) > 1:
             raise ValueError("dequantize() wants the model on one device")
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         packed = {n: m for n, m in model.named_modules() if isinstance(m, PackedExperts)}
         expected = ACTIVATIONS.index(model.config.get_text_config().hidden_act)
         for name, module in packed.items():
@@ -170,7 +191,11 @@ class QsrtQuantizer(HfQuantizer):
                 )
         for name, module in packed.items():
             model.set_submodule(name, module.to_dense(dtype))
-        return model.requires_grad_(True)
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel) and module is not model:
+                self.remove_quantization_config(module)
+        model.config.dtype = dtype
+        return model.to(dtype).requires_grad_(True)
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
         logger.warning(
@@ -189,12 +214,17 @@ class QsrtQuantizer(HfQuantizer):
 
 
 def _package_folder(model: PreTrainedModel, shard: Path) -> Path:
-    """The package that a shard belongs to; the rest of one on the Hub is fetched."""
+    """The package that a shard belongs to; what else is sealed in one on the Hub is fetched."""
     name = model.config.name_or_path
     if Path(name).is_dir():
-        return Path(name)
+        return shard.parent
     snapshot = shard.parent  # CACHE/models--OWNER--NAME/snapshots/REVISION
-    return Path(snapshot_download(name, revision=snapshot.name, cache_dir=snapshot.parents[2]))
+    if snapshot.parent.name != "snapshots":
+        raise ValueError(f"{name}: a package lies at the root of a repository, not in a subfolder")
+    place = {"revision": snapshot.name, "cache_dir": snapshot.parents[2]}
+    listing = Path(hf_hub_download(name, CHECKSUMS, **place)).read_text()
+    sealed = [line.partition("  ")[2] for line in listing.splitlines()]
+    return Path(snapshot_download(name, allow_patterns=[*sealed, CHECKSUMS, MARKER], **place))
 
 
 def _replace_experts(model: PreTrainedModel, package: Package) -> None:

@@ -3,6 +3,7 @@ import hashlib
 import json
 import logging
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from checkpoints import edit_json
 from packages import write_package
 
 import qsrt_runtime
-from qsrt_runtime import load, verified
+from qsrt_runtime import load, staging, verified
 from qsrt_runtime.format import container
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.geometry import Geometry
@@ -169,13 +170,24 @@ def test_ranks_add_up(wide, world_size):  # RT-11a
         assert expected.any()
 
 
-def test_a_rank_reads_its_extent_alone(wide):
-    whole = load_package(wide)
-    geometry = whole.geometry
-    stride, small = geometry.slot_stride(3), 2 * (3 + 2 * 3 * 3 * 128)
-    assert whole.load_bytes == small + 2 * 56 * stride
-    shares = [load_package(wide, rank=rank, world_size=2).load_bytes for rank in (0, 1)]
-    assert shares == [small + 2 * 32 * stride, small + 2 * 24 * stride]
+def test_a_rank_reads_its_extent_alone(wide, monkeypatch):
+    read, original = [], staging._read
+
+    def counted(part, memory):
+        read.append(memory.nbytes)
+        return original(part, memory)
+
+    load_package(wide)  # verifies
+    monkeypatch.setattr(staging, "_read", counted)
+    stride, small = load_package(wide).geometry.slot_stride(3), 2 * (3 + 2 * 3 * 3 * 128)
+    for arguments, slots in (
+        ({}, 56),
+        ({"rank": 0, "world_size": 2}, 32),
+        ({"rank": 1, "world_size": 2}, 24),
+    ):
+        read.clear()
+        loaded = load_package(wide, **arguments)
+        assert loaded.load_bytes == sum(read) == small + 2 * slots * stride
 
 
 @pytest.mark.parametrize(
@@ -192,19 +204,40 @@ def test_ranks_that_do_not_exist(wide, rank, world_size, message):
         load_package(wide, rank=rank, world_size=world_size)
 
 
+@pytest.mark.parametrize("argument", ["rank", "world_size"])
+@pytest.mark.parametrize("value", [True, 1.0, "1"])
+def test_ranks_that_are_no_integers(wide, argument, value):
+    with pytest.raises(TypeError, match=f"{argument} is {value!r}, expected an integer"):
+        load_package(wide, **{argument: value})
+
+
+def test_default_device_does_not_matter(wide):
+    with torch.device("meta"):
+        found = load_package(wide)
+    assert {t.device.type for t in vars(found.layers[0]).values() if hasattr(t, "device")} == {
+        "cpu"
+    }
+
+
 def test_some_layers(wide):
     loaded = load_package(wide, layers=[2])
     assert list(loaded.layers) == [2]
     assert torch.equal(loaded.layers[2].atoms, load_package(wide).layers[2].atoms)
     assert list(load_package(wide, layers=(2, 0, 2)).layers) == [0, 2]
+    assert list(load_package(wide, layers=(n for n in (0, 2))).layers) == [0, 2]
+    (layer,) = load_package(wide, layers=[torch.tensor(2)]).layers
+    assert type(layer) is int
     assert load_package(wide, layers=[]).layers == {}
+    for layer in (True, 2.0, "2", None):
+        with pytest.raises(TypeError, match=r"a layer is .*, expected an integer"):
+            load_package(wide, layers=[layer])
     with pytest.raises(ValueError, match=r"layer 1 is not one of the packed layers \[0, 2\]"):
         load_package(wide, layers=[2, 1])
 
 
-@pytest.mark.parametrize("device", ["meta", "mps"])
+@pytest.mark.parametrize("device", ["meta", "mps", "cuda:99", "nothing", ""])
 def test_other_devices(wide, device):
-    with pytest.raises(ValueError, match=f"device {device} is neither cpu nor cuda"):
+    with pytest.raises(ValueError, match=f"device is '?{device}'?, expected cpu"):
         load_package(wide, device=device)
 
 
@@ -367,7 +400,39 @@ def test_stamps_lie_outside_the_package(package, tmp_path, monkeypatch):
     before = sorted(package.rglob("*"))
     load_package(package)
     assert sorted(package.rglob("*")) == before
-    assert len(list((tmp_path / "cache/qsrt/verified").iterdir())) == 1
-    monkeypatch.delenv("XDG_CACHE_HOME")
+    stamps = (tmp_path / "cache/qsrt/verified").iterdir()
+    assert sorted(path.suffix for path in stamps) == ["", ".lock"]
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert verified.stamp_folder() == tmp_path / ".cache/qsrt/verified"
+    for cache in ("", "relative"):
+        monkeypatch.setenv("XDG_CACHE_HOME", cache)
+        assert verified.stamp_folder() == tmp_path / ".cache/qsrt/verified"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(package / "cache"))
+    load_package(package)
+    assert sorted(package.rglob("*")) == before
+
+
+def test_user_without_a_home(package, monkeypatch, caplog):
+    def no_home(_path):
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(verified.Path, "expanduser", no_home)
+    assert load_package(package).layers
+    assert "will be verified again next time" in caplog.text
+
+
+def test_a_stamp_that_cannot_be_replaced_leaves_nothing(package, tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    load_package(package)
+    (stamp,) = (p for p in (tmp_path / "cache/qsrt/verified").iterdir() if not p.suffix)
+    stamp.unlink()
+    (stamp / "in the way").mkdir(parents=True)
+    load_package(package)
+    assert "will be verified again" in caplog.text
+    assert len(list(stamp.parent.iterdir())) == 2
+
+
+def test_ranks_verify_once_together(package, hashed):
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: load_package(package), range(4)))
+    assert len(hashed) == len(open_package(package).digests)

@@ -79,7 +79,7 @@ def test_compiling_refuses_what_running_refuses(layer, batch):
 def test_there_is_no_backward(layer, batch):
     x, ids, weights = batch
     out = moe_forward(x.requires_grad_(), layer, ids, weights)
-    with pytest.raises(RuntimeError, match="no autograd formula"):
+    with pytest.raises(RuntimeError, match=r"no backward; run them under torch\.no_grad"):
         out.sum().backward()
 
 
@@ -117,8 +117,23 @@ def test_expert_map(layer, batch, dtype):  # RT-1c
     for ids, name in ((everywhere + 1, "1..8, expected -1..7"), (everywhere - 1, "-2..6")):
         with pytest.raises(ValueError, match=f"topk_ids lie in {name}".replace(".", r"\.")):
             moe_forward(x, layer, torch.where(ids == 0, 1, ids), weights, expert_map=expert_map)
-    with pytest.raises(ValueError, match=r"topk_ids lie in -1\.\.4"):
+    with pytest.raises(ValueError, match=r"expert_map lie in -1\.\.4"):
         moe_forward(x, layer, everywhere, weights, expert_map=expert_map + (expert_map > 2))
+
+
+def test_empty_expert_map(layer, batch):
+    x, ids, weights = batch
+    nothing = torch.empty(0, dtype=torch.int64)
+    assert not moe_forward(x, layer, torch.full_like(ids, -1), weights, expert_map=nothing).any()
+    with pytest.raises(ValueError, match=r"expected -1\.\.-1"):
+        moe_forward(x, layer, ids, weights, expert_map=nothing)
+
+
+def test_autocast_changes_nothing(layer, batch):
+    x, ids, weights = batch
+    expected = moe_forward(x, layer, ids, weights)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(moe_forward(x, layer, ids, weights), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -203,6 +218,39 @@ def test_refused_arguments(layer, change, error, message):  # RT-7b, RT-7c
     given = {"x": torch.ones(3, 128), "topk_ids": IDS, "topk_weights": WEIGHTS} | change
     with pytest.raises(error, match=message):
         moe_forward(layer=layer, **given)
+
+
+@pytest.mark.parametrize("name", ["x", "topk_ids", "topk_weights", "expert_map"])
+def test_what_is_no_tensor(layer, name):
+    given = {"x": torch.ones(3, 128), "topk_ids": IDS, "topk_weights": WEIGHTS} | {name: [1, 2]}
+    with pytest.raises(TypeError, match=f"{name} is a list, expected a torch tensor"):
+        moe_forward(layer=layer, **given)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            lambda w: {"activations": w.activations.to("meta")},
+            ValueError,
+            "activations are on meta",
+        ),
+        (lambda w: {"format_codes": w.format_codes[:3]}, ValueError, "have shape"),
+        (lambda w: {"activations": w.activations[:3]}, ValueError, "activations have shape"),
+        (lambda w: {"activations": w.activations.long()}, TypeError, "expected torch.uint8"),
+        (lambda w: {"shared_scales": w.shared_scales[:, :2]}, ValueError, "shared_scales have"),
+        (lambda w: {"shared_scales": w.shared_scales.bfloat16()}, TypeError, "torch.bfloat16"),
+        (lambda w: {"atoms": w.atoms[:, :4000].contiguous()}, ValueError, "atoms have shape"),
+        (lambda w: {"atoms": w.atoms[0]}, ValueError, "atoms have shape"),
+        (lambda w: {"atoms": w.atoms[:4], "slots": range(4)}, ValueError, "not whole pairs"),
+        (lambda w: {"atoms": w.atoms[4:], "slots": range(4, 8)}, ValueError, "not whole pairs"),
+        (lambda w: {"atoms": w.atoms[:0], "slots": range(0)}, ValueError, "not whole pairs"),
+    ],
+)
+@pytest.mark.parametrize("forward", [moe_forward, moe_forward_reference])
+def test_layer_that_does_not_fit_itself(layer, change, error, message, forward):
+    with pytest.raises(error, match=message):
+        forward(torch.ones(3, 128), dataclasses.replace(layer, **change(layer)), IDS, WEIGHTS)
 
 
 @pytest.mark.parametrize("offset", [1, 8])

@@ -1,4 +1,5 @@
 import os
+import time
 
 import pytest
 import torch
@@ -47,3 +48,33 @@ def test_files_are_closed(tmp_path):
     with pytest.raises(FormatError), Staging(CPU) as reading:
         reading.read(tmp_path / "file", 0, 1001)
     assert os.listdir("/proc/self/fd") == before
+
+
+def test_an_interrupt_waits_for_the_readers(tmp_path, monkeypatch):
+    """No thread reads from a descriptor that is closed, and perhaps opened anew."""
+    (tmp_path / "file").write_bytes(bytes(100 * 4096))
+    monkeypatch.setattr(staging, "PART", 4096)
+    monkeypatch.setattr(staging, "THREADS", 3)
+    started, errors, original = [], [], staging._read
+
+    class Interrupted(staging.Thread):
+        def start(self):
+            if len(started) == 2:
+                raise KeyboardInterrupt
+            started.append(self)
+            super().start()
+
+    def slow(part, memory):
+        time.sleep(0.01)
+        try:
+            original(part, memory)
+        except BaseException as error:
+            errors.append(error)
+
+    monkeypatch.setattr(staging, "Thread", Interrupted)
+    monkeypatch.setattr(staging, "_read", slow)
+    with pytest.raises(KeyboardInterrupt), Staging(CPU) as reading:
+        reading.read(tmp_path / "file", 0, 100 * 4096)
+    assert len(started) == 2
+    assert not any(thread.is_alive() for thread in started)
+    assert errors == []

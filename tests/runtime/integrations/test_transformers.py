@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoints import edit_json
 from packages import write_package
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from qsrt_pack import job
@@ -19,6 +19,7 @@ from qsrt_pack.restore import decode_package
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.format.manifest import IMPORT_FIRST
+from qsrt_runtime.integrations import transformers as integration
 from qsrt_runtime.integrations.transformers import PackedExperts, QsrtConfig
 
 IDS = torch.arange(1, 21)[None]
@@ -170,12 +171,12 @@ def test_hub_repository(clean_package, hub_snapshot, tmp_path, dense_logits):
 
 
 @pytest.mark.parametrize("device_map", ["cpu", {"": "cpu"}, "auto"])
-def test_device_map(clean_package, device_map):
+def test_device_map(clean_package, dense_logits, device_map):
     model = load(clean_package, device_map=device_map)
     for module in model.modules():
         if isinstance(module, PackedExperts):
             assert {buffer.device for buffer in module.buffers()} == {model.device}
-    assert logits(model).isfinite().all()
+    assert close(logits(model), dense_logits)
 
 
 @pytest.mark.gpu
@@ -190,6 +191,11 @@ def test_offloading_is_refused(clean_package, tmp_path):
     device_map = {"model": "cpu", "lm_head": "disk"}
     with pytest.raises(ValueError, match="packed experts cannot be offloaded"):
         load(clean_package, device_map=device_map, offload_folder=tmp_path)
+
+
+def test_other_devices_are_refused(clean_package):
+    with pytest.raises(ValueError, match="packed experts run on cpu and cuda, not on meta"):
+        load(clean_package, device_map="meta")
 
 
 def test_compiled_whole(clean_package, dense_logits):
@@ -209,20 +215,22 @@ def test_dtype_of_the_model_leaves_the_package_alone(clean_package):
 
 def test_saving_is_refused(clean_package, tmp_path, caplog):
     model = load(clean_package)
-    with pytest.raises(ValueError, match="not serializable"):
-        model.save_pretrained(tmp_path / "saved")
+    for part in (model, model.model):
+        with pytest.raises(ValueError, match="not serializable"):
+            part.save_pretrained(tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
     assert "copying its folder" in caplog.text
 
 
-def test_state_dict_is_complete(clean_package, dense_logits):
-    state = {name: value.clone() for name, value in load(clean_package).state_dict().items()}
+def test_state_dict_is_complete(clean_package, dense_logits, tmp_path):
+    torch.save(load(clean_package).state_dict(), tmp_path / "state")
     model = load(clean_package)
     for module in model.modules():
         if isinstance(module, PackedExperts):
             module.atoms.zero_()
             module.scale_bits.zero_()
-    model.load_state_dict(state)
+    assert not close(logits(model), dense_logits)
+    model.load_state_dict(torch.load(tmp_path / "state"))
     assert close(logits(model), dense_logits)
 
 
@@ -242,6 +250,45 @@ def test_dequantize(clean_package, dense_logits, tmp_path):
     again, info = load(tmp_path / "saved", output_loading_info=True)
     assert {key: names for key, names in info.items() if names} == {}
     assert close(logits(again), dense_logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16"])
+def test_dequantize_to_another_dtype(clean_package, dtype):
+    model = load(clean_package)
+    model.dequantize(dtype=dtype)
+    assert {value.dtype for value in model.parameters()} == {torch.bfloat16}
+    assert model.config.dtype == torch.bfloat16
+    assert not any(module.training for module in model.modules())
+    assert all(value.requires_grad for value in model.parameters())
+
+
+def test_base_model(clean_package, dense_logits):
+    base = AutoModel.from_pretrained(clean_package, dtype=torch.float32)
+    head = load(clean_package).lm_head
+    with torch.inference_mode():
+        assert close(head(base(IDS).last_hidden_state), dense_logits)
+
+
+def test_subfolder(clean_package, dense_logits):
+    found = load(clean_package.parent, subfolder=clean_package.name)
+    assert close(logits(found), dense_logits)
+
+
+@pytest.mark.parametrize("pattern", ["qsrt-layer-001.safetensors", "model-*.safetensors"])
+def test_a_file_that_changes_while_it_is_read(package, monkeypatch, pattern):
+    (path,) = package.glob(pattern)
+
+    def verify(opened, how):
+        found = original(opened, how)
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        return found
+
+    original = integration.verify_package
+    monkeypatch.setattr(integration, "verify_package", verify)
+    with pytest.raises(FormatError, match="was changed while it was read"):
+        load(package)
 
 
 def test_dequantize_refuses_mixed_activations(package, reseal):
