@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import shlex
+import shutil
 import sys
 import threading
 from collections.abc import Callable
@@ -115,7 +116,8 @@ def _overwrite_option(command: Callable) -> Callable:
     type=click.Choice(["R0", "all"]),
     default="R0",
     show_default=True,
-    help="all: try every rate mode for each expert and keep the least weight error.",
+    help="all: try every rate mode for each expert; keep the least error, of the weights or, "
+    "calibrated, of the outputs on documents held out.",
 )
 @click.option(
     "--hidden-side",
@@ -144,6 +146,11 @@ def _overwrite_option(command: Callable) -> Callable:
     show_default=True,
     help="cpu, or numbers of CUDA devices such as 0,1; auto: the first CUDA device if any.",
 )
+@click.option(
+    "--calibration",
+    type=LOCATION,
+    help="A UTF-8 text, or the folder that `calibrate` made of one.",
+)
 @click.option("--dry-run", is_flag=True, help="Check and plan, write nothing.")
 @_json_option
 @click.pass_obj
@@ -158,6 +165,7 @@ def convert(
     seed: int,
     loader: str,
     devices: str,
+    calibration: Path | None,
     dry_run: bool,
     as_json: bool,
 ) -> None:
@@ -189,12 +197,24 @@ def convert(
     kinds = {device_kind(device) for device in found}
     if len(kinds) > 1:
         raise click.UsageError(f"--devices: {devices} are of different kinds; take one kind")
-    settings = Settings(seed, search, modes, hidden_side, *kinds)
+    statistics, made = None, None
+    if calibration is not None and (calibration.is_dir() or not dry_run):
+        if not calibration.is_dir():
+            made = out.with_name(out.name + ".calibration")
+        statistics = _statistics(model, calibration, made, found[0], show_progress)
+    digest = statistics and statistics.digest
+    settings = Settings(seed, search, modes, hidden_side, *kinds, digest)
     found = rank_devices(found)
 
     def prepare() -> job.Job:
         prepared = job.prepare(
-            model, out, settings, loader=loader, overwrite=overwrite, devices=found
+            model,
+            out,
+            settings,
+            loader=loader,
+            overwrite=overwrite,
+            devices=found,
+            statistics=statistics,
         )
         if as_json:
             _print_json(prepared.plan)
@@ -210,14 +230,102 @@ def convert(
         return
     with joined_ranks() as ranks:
         if not ranks.is_first:
-            job.assist(model, settings, found, ranks)
+            job.assist(model, settings, found, ranks, statistics)
             return
         prepared = prepare()
         if prepared.complete:
             _log.info("%s is there already; checking it", out)
         evidence = job.run(prepared, show_progress=show_progress, ranks=ranks)
+    if made is not None:
+        shutil.rmtree(made)
     _log.info("%s", job.describe_worst(evidence))
     _log.info("complete; check it with: qsrt-pack validate --deep %s", shlex.quote(str(out)))
+
+
+def _statistics(
+    model: Path, calibration: Path, made: Path | None, device: Any, show_progress: bool
+) -> Any:
+    """Opened statistics of the model: a folder, or one made of a text."""
+    from qsrt_pack.statistics import open_statistics
+
+    if made is None:
+        return open_statistics(calibration)
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise click.UsageError("--calibration: under torchrun give a folder made by calibrate")
+    from qsrt_pack.calibration import calibrate
+
+    return calibrate(
+        model, calibration, made, device=device, reuse=True, show_progress=show_progress
+    )
+
+
+@main.command("calibrate")
+@click.argument("model", type=LOCATION)
+@click.option("--text", type=LOCATION, required=True, help="A UTF-8 text file.")
+@click.option("-o", "--out", type=LOCATION, required=True, help="The folder of the statistics.")
+@click.option("--window", type=click.IntRange(2), help="Tokens read at once [1024 or less].")
+@click.option("--windows", type=click.IntRange(1), help="How many windows [all].")
+@click.option(
+    "--rows",
+    type=click.IntRange(1),
+    default=1 << 16,
+    show_default=True,
+    help="Kept of each expert; more is better and takes more disk.",
+)
+@click.option(
+    "--backward/--no-backward",
+    default=True,
+    show_default=True,
+    help="Also run backwards, for the gradients; needs the residual rows of all layers on disk.",
+)
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**63 - 1),
+    default=0,
+    show_default=True,
+    help="Of the draws of rows and labels.",
+)
+@click.option("--device", default="auto", show_default=True, help="cpu, or a CUDA device's number.")
+@_overwrite_option
+@click.pass_obj
+def calibrate_command(
+    show_progress: bool,
+    model: Path,
+    text: Path,
+    out: Path,
+    window: int | None,
+    windows: int | None,
+    rows: int,
+    backward: bool,
+    seed: int,
+    device: str,
+    overwrite: bool,
+) -> None:
+    """Run a model over a text and keep what its experts receive.
+
+    MODEL is a local Hugging Face checkpoint. Each window counts as a document. One layer is in
+    memory at a time. Stopped by whatever, it goes on with the same command.
+    """
+    from qsrt_pack.calibration import calibrate
+    from qsrt_pack.workers import find_devices
+
+    try:
+        (found,) = find_devices(device)
+    except ValueError as error:
+        raise click.UsageError(f"--device: {error}") from None
+    calibrate(
+        model,
+        text,
+        out,
+        window=window,
+        windows=windows,
+        rows=rows,
+        seed=seed,
+        backward=backward,
+        device=found,
+        overwrite=overwrite,
+        show_progress=show_progress,
+    )
 
 
 @main.command()

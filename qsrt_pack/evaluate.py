@@ -3,8 +3,6 @@
 import hashlib
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +12,6 @@ from torch.nn.functional import log_softmax
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
-    PretrainedConfig,
     PreTrainedModel,
 )
 
@@ -24,13 +20,13 @@ from qsrt_pack.progress import bar
 from qsrt_pack.restore import DensePackage, dense_config
 from qsrt_pack.source.checkpoint import digest_files, open_checkpoint
 from qsrt_pack.source.models import find_experts
+from qsrt_pack.text import blaming, count_windows, read_text, tokenize
 from qsrt_pack.validate import bits_per_expert_weight
 from qsrt_runtime.format import schema
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.package import Package
 from qsrt_runtime.format.tensorfile import read_tensor
 
-_MAX_WINDOW = 1024
 _ROWS = 256  # positions whose full-vocabulary distributions are held at once
 
 
@@ -55,16 +51,17 @@ def evaluate(
     dense = DensePackage(path)
     checkpoint = open_checkpoint(reference)
     find_experts(checkpoint)
-    data = _read_text(text)
-    with _blaming(reference):
+    data = read_text(text)
+    with blaming(reference):
         config = AutoConfig.from_pretrained(reference)
     vocabulary = dense.package.documents.config.get("vocab_size", config.vocab_size)
     if config.vocab_size != vocabulary:
         raise FormatError(
             f"{reference} has a vocabulary of {config.vocab_size}, {path} of {vocabulary}"
         )
-    tokens = _tokens(reference, data, vocabulary, text)
-    size, count = _windows(len(tokens), config, window, windows, text)
+    tokens = tokenize(reference, data, vocabulary, text)
+    longest = getattr(config, "max_position_embeddings", None)
+    size, count = count_windows(len(tokens), longest, window, windows, text)
     original, packed = _reference_model(reference), _packed_model(dense)
     totals = _Totals()
     with bar("eval", count, "windows", show_progress) as advance, torch.inference_mode():
@@ -151,47 +148,8 @@ class _Totals:
         }
 
 
-def _read_text(path: Path) -> bytes:
-    if not path.is_file():
-        raise FormatError(f"{path} is not a file; give a UTF-8 text")
-    data = path.read_bytes()
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        raise FormatError(f"{path} is not UTF-8 text") from None
-    return data
-
-
-def _tokens(reference: Path, data: bytes, vocabulary: int, text: Path) -> torch.Tensor:
-    """Token ids of the whole text: [n] int64, each below the vocabulary's size."""
-    with _blaming(reference):
-        tokenizer = AutoTokenizer.from_pretrained(reference)
-        ids = tokenizer(data.decode(), add_special_tokens=False, verbose=False)["input_ids"]
-    if data.strip() and not ids:
-        raise FormatError(f"{reference}: its tokenizer makes no token of {text}; is it complete?")
-    if max(ids, default=0) >= vocabulary:
-        raise FormatError(
-            f"{reference}: its tokenizer gives token {max(ids)}, the model has {vocabulary}"
-        )
-    return torch.tensor(ids, dtype=torch.int64)
-
-
-def _windows(
-    tokens: int, config: PretrainedConfig, window: int | None, windows: int | None, text: Path
-) -> tuple[int, int]:
-    """Tokens in a window and how many windows."""
-    longest = getattr(config, "max_position_embeddings", None) or _MAX_WINDOW
-    size = window or min(_MAX_WINDOW, longest)
-    if size > longest:
-        raise FormatError(f"a window of {size} tokens is longer than the model's {longest}")
-    count = tokens // size
-    if not count:
-        raise FormatError(f"{text} has {tokens} tokens, a window takes {size}")
-    return size, min(count, windows or count)
-
-
 def _reference_model(reference: Path) -> PreTrainedModel:
-    with _blaming(reference):
+    with blaming(reference):
         model, info = AutoModelForCausalLM.from_pretrained(
             reference, dtype=torch.float32, output_loading_info=True
         )
@@ -203,7 +161,7 @@ def _packed_model(dense: DensePackage) -> PreTrainedModel:
     state = {name: read_tensor(*place) for name, place in dense.base.items()}
     state |= {name: dense.expert_weight(name) for name in dense.experts}
     path = dense.package.path
-    with _blaming(path):
+    with blaming(path):
         config = AutoConfig.for_model(**dense_config(dense.package))
         (architecture,) = config.architectures or ["None"]
         model_class = getattr(transformers, architecture)
@@ -222,18 +180,6 @@ def _complete(model: PreTrainedModel, info: dict[str, Any], path: Path) -> PreTr
             name = min(map(str, info[what]))
             raise FormatError(f"{path}: {what.replace('_', ' ')}, {name} for one")
     return model.eval()
-
-
-@contextmanager
-def _blaming(path: Path) -> Iterator[None]:
-    """Errors of transformers, of whatever type, as one line about the folder that caused them."""
-    try:
-        yield
-    except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        raise FormatError(
-            f"transformers cannot load {path}: {type(error).__name__}: {reason}"
-        ) from error
 
 
 def describe(report: dict[str, Any]) -> str:

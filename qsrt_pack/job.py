@@ -54,6 +54,7 @@ from qsrt_pack.state import (
     remove_all_but,
     write_state,
 )
+from qsrt_pack.statistics import Statistics
 from qsrt_runtime.format import manifest as manifests
 from qsrt_runtime.format import paths, schema
 from qsrt_runtime.format.container import LayerWriter
@@ -93,6 +94,7 @@ class Job:
     stamp: dict[str, tuple[int, ...]]
     complete: bool
     devices: tuple[torch.device, ...]
+    statistics: Statistics | None
 
 
 def prepare(
@@ -103,11 +105,13 @@ def prepare(
     loader: str = "qsrt",
     overwrite: bool = False,
     devices: tuple[torch.device, ...] = _CPU,
+    statistics: Statistics | None = None,
 ) -> Job:
     """Check source and output and make the plan. FormatError on any doubt.
 
     Writes nothing, but puts back what a killed run had moved aside.
     devices: of the settings' kind; a package does not depend on how many there are.
+    statistics: of a calibration of this source, the settings state their digest.
     """
     if {device_kind(device) for device in devices} != {settings.device}:
         raise ValueError(f"the settings are for {settings.device}, the devices are {devices}")
@@ -127,7 +131,17 @@ def prepare(
     if free < need and not complete:
         raise FormatError(f"{out.parent} has {free:,} bytes free, {need:,} are to be written")
     return Job(
-        checkpoint, experts, out, settings, loader, overwrite, plan, stamp, complete, devices
+        checkpoint,
+        experts,
+        out,
+        settings,
+        loader,
+        overwrite,
+        plan,
+        stamp,
+        complete,
+        devices,
+        statistics,
     )
 
 
@@ -169,7 +183,11 @@ def run(job: Job, *, show_progress: bool = True, ranks: Ranks = _ALONE) -> Evide
 
 
 def assist(
-    source: Path, settings: Settings, devices: tuple[torch.device, ...], ranks: Ranks
+    source: Path,
+    settings: Settings,
+    devices: tuple[torch.device, ...],
+    ranks: Ranks,
+    statistics: Statistics | None = None,
 ) -> None:
     """Encode this rank's share for rank 0's `run`, of the same source by the same settings."""
     checkpoint = open_checkpoint(source)
@@ -179,7 +197,8 @@ def assist(
     if remaining:
         ranks.agree(_facts(settings, digest_files(checkpoint) if ranks.leads_machine else None))
     for layer in remaining:
-        for _ in produce_layer(checkpoint, experts, settings, devices, layer, ranks):
+        rows = statistics and statistics.layer(layer)
+        for _ in produce_layer(checkpoint, experts, settings, devices, layer, ranks, rows):
             pass
         if source_stamp(checkpoint) != stamp:
             raise _changed(checkpoint)
@@ -262,6 +281,10 @@ def _hash_source(job: Job, show_progress: bool) -> dict[str, str]:
 def _open_state(job: Job, show_progress: bool) -> State:
     """The state to continue; a new one has had its source scanned for weights not finite."""
     state = _new_state(job.settings, _hash_source(job, show_progress))
+    if job.statistics is not None and job.statistics.document["source"] != state.source:
+        raise FormatError(
+            f"{job.statistics.path} was made from another checkpoint; calibrate again"
+        )
     found = read_state(state_file(job.out))
     if found is not None:
         check_same(found, state, state_file(job.out))
@@ -315,7 +338,8 @@ def _write_layer(
     entries = []
     with LayerWriter(path, geometry, layer, source_sha256, fingerprint) as writer:
         source = (job.checkpoint, job.experts, job.settings, job.devices)
-        for expert in produce_layer(*source, layer, ranks):
+        rows = job.statistics and job.statistics.layer(layer)
+        for expert in produce_layer(*source, layer, ranks, rows):
             entry, stored = expert.entry, (expert.bundles, expert.shared_scales, expert.modes)
             writer.write_bundles(entry["expert"], *stored)
             _report_expert(layer, entry)

@@ -10,17 +10,20 @@ from typing import Any
 import torch
 
 from qsrt_pack.assemble.layer import expert_evidence
+from qsrt_pack.calibrate.hessian import layer_moment
+from qsrt_pack.calibrate.statistics import PARTS, LayerRows
 from qsrt_pack.encode import lockstep
 from qsrt_pack.encode.expert import EncodedExpert, HiddenSide, Settings, expert_steps
 from qsrt_pack.encode.incoherence import layer_scales
-from qsrt_pack.encode.ordered import ordered_mean_square, ordered_sum
+from qsrt_pack.encode.ordered import one_thread, ordered_mean_square, ordered_sum
 from qsrt_pack.encode.viterbi import search
+from qsrt_pack.guide import ACTIVATIONS, UNGUIDED, Guided, make_guide
 from qsrt_pack.ranks import Ranks
 from qsrt_pack.source.checkpoint import Checkpoint, read_tensor
 from qsrt_pack.source.dtypes import to_float32
 from qsrt_pack.source.models import RoutedExperts
 from qsrt_pack.workers import THREADS, in_order
-from qsrt_runtime.format import atom
+from qsrt_runtime.format import atom, decode
 from qsrt_runtime.format.errors import FormatError
 
 _BATCH_WEIGHTS = 1 << 25  # encoded together on a GPU, so that small experts fill it
@@ -48,9 +51,11 @@ def produce_layer(
     devices: tuple[torch.device, ...],
     layer: int,
     ranks: Ranks,
+    rows: LayerRows | None = None,
 ) -> Iterator[PackedExpert]:
     """Read, encode and pack all experts of a layer, in their order.
 
+    rows: what calibration knows of the layer.
     On ranks but the first: this rank's share, sent to the first; yields nothing.
     """
     batches = _batches(experts, settings)
@@ -61,7 +66,7 @@ def produce_layer(
         parts = ranks.deal(batches, lambda own: in_order(measure, own, devices, threads))
         sizes = [size for part in parts for size in part]
         hidden = ranks.told(_hidden_sides(sizes) if ranks.is_first else None)
-    work = partial(_produce, checkpoint, experts, settings, hidden, layer)
+    work = partial(_produce, checkpoint, experts, settings, hidden, layer, rows)
     for batch in ranks.deal(batches, lambda own: in_order(work, own, devices, threads)):
         yield from batch
 
@@ -152,6 +157,7 @@ def _produce(
     settings: Settings,
     hidden: dict[int, HiddenSide],
     layer: int,
+    rows: LayerRows | None,
     numbers: range,
     device: torch.device,
 ) -> list[PackedExpert]:
@@ -162,18 +168,33 @@ def _produce(
     }
     where = f"layer {layer} experts {numbers[0]} to {numbers[-1]}"
     try:
+        weights = {e: _weights(checkpoint, experts, layer, e, device) for e in numbers}
+        guides = dict.fromkeys(numbers, UNGUIDED)
+        if rows is not None:
+            activation = ACTIVATIONS[experts.activation]
+            held_out = settings.modes == "all"
+            with one_thread():
+                prior = layer_moment(rows, device, PARTS[:1] if held_out else PARTS)
+            guides = {
+                e: make_guide(rows, prior, (layer, e), weights[e], activation, held_out=held_out)
+                for e in numbers
+            }
         steps = [
             expert_steps(
-                _weights(checkpoint, experts, layer, expert, device),
+                weights[expert],
                 layer=layer,
                 expert=expert,
                 settings=settings,
                 hidden=shared.get(expert),
+                guide=guides[expert].guide,
             )
             for expert in numbers
         ]
         encoded = lockstep.run(lockstep.together(steps), search)
-        return [_packed(expert, found) for expert, found in zip(numbers, encoded, strict=True)]
+        return [
+            _packed(expert, found, guides[expert])
+            for expert, found in zip(numbers, encoded, strict=True)
+        ]
     except torch.OutOfMemoryError as error:
         raise FormatError(
             f"{where}: {device} has too little memory; give another with --devices"
@@ -183,11 +204,21 @@ def _produce(
         raise FormatError(str(error) if named else f"{where}: {error}") from error
 
 
-def _packed(expert: int, encoded: EncodedExpert) -> PackedExpert:
+def _packed(expert: int, encoded: EncodedExpert, guided: Guided) -> PackedExpert:
     coded = encoded.coded
+    decoded = decode.dense_expert(coded) if guided.guide is not None else {}
     groups = encoded.low_to_high_groups.cpu()
     return PackedExpert(
-        expert_evidence(expert, coded, groups, encoded.nmse, encoded.rms),
+        expert_evidence(
+            expert,
+            coded,
+            groups,
+            encoded.nmse,
+            encoded.rms,
+            functional_nmse=guided.judge(tuple(decoded.values())),
+            tokens=guided.tokens,
+            fallback=guided.fallback,
+        ),
         atom.pack_expert(coded).cpu(),
         coded.shared_scales.cpu(),
         (coded.mode13, coded.mode2),

@@ -15,11 +15,16 @@ def expert_evidence(
     low_to_high_groups: torch.Tensor,
     nmse: dict[str, float],
     rms: dict[str, float],
+    *,
+    functional_nmse: float | None = None,
+    tokens: int | None = None,
+    fallback: str | None = None,
 ) -> dict[str, Any]:
-    """One expert's entry. Without calibration there are no tokens and no functional error.
+    """One expert's entry; the last three are None without calibration.
 
     low_to_high_groups: [I/4], groups of four source channels, least important first.
-    nmse, rms: of w1, w3 and w2.
+    nmse, rms: of w1, w3 and w2.   functional_nmse: of the expert's outputs on rows of the text.
+    tokens: rows that calibration routed to it.   fallback: what stood in for rows it lacks.
     """
     scales = {"w1": coded.w1.svh, "w3": coded.w3.svh, "w2": coded.w2.svh}
     return {
@@ -28,9 +33,9 @@ def expert_evidence(
         "mode2": f"R{coded.mode2}",
         "nmse": nmse,
         "rms": rms,
-        "functional_nmse": None,
-        "tokens": None,
-        "fallback": None,
+        "functional_nmse": functional_nmse,
+        "tokens": tokens,
+        "fallback": fallback,
         "zero_matrices": sorted(name for name, svh in scales.items() if not svh.any()),
         "low_to_high": manifests.encode_low_to_high(low_to_high_groups),
     }

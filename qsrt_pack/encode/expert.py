@@ -2,17 +2,22 @@
 
 import functools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 import qsrt_runtime
-from qsrt_pack.encode import incoherence, lockstep, permutation
-from qsrt_pack.encode.ldlq import DAMPING, feedback_factor, ldlq, rotate_hessian
+from qsrt_pack.encode import incoherence, lockstep, permutation, refit
+from qsrt_pack.encode.ldlq import (
+    DAMPING,
+    feedback_factor,
+    ldlq,
+    ldlq_two_sided,
+    rotate_hessian,
+)
 from qsrt_pack.encode.lockstep import Found, Request, Steps
 from qsrt_pack.encode.ordered import ordered_mean_square, root_mean_square
 from qsrt_pack.encode.viterbi import search
@@ -31,7 +36,10 @@ _SCALE_BITS = 3  # the rate at which the global scale is searched
 _SAMPLED = 3  # the global scale is searched on every third tile
 _FAR = 8  # binary orders of magnitude; weights of root mean square 0.005 have scales of 2**-8
 _TILES_PER_RECORD = RECORD // TILE
-_NO_HESSIANS: Mapping[str, torch.Tensor] = MappingProxyType({})
+
+
+Modes = tuple[int, int]  # of w1 and w3, and of w2
+Dense = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # w1, w3 [I, H] and w2 [H, I]
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,7 @@ class Settings:
     nine combinations (four where there are two records), keeping the least weight error.
     hidden_side: whether "layer" or "expert" has signs and scales of its own on the hidden side.
     device: the kind that encodes, "cpu" or "cuda", whose roundings differ.
+    calibration_sha256: the digest of the statistics that guide it, None without.
     """
 
     seed: int = 0
@@ -49,6 +58,7 @@ class Settings:
     modes: str = "R0"
     hidden_side: str = "layer"
     device: str = "cpu"
+    calibration_sha256: str | None = None
 
     def fingerprinted(self) -> dict[str, Any]:
         """Every setting that can change a byte of a layer file."""
@@ -57,7 +67,6 @@ class Settings:
             "package": qsrt_runtime.__version__,
             "codebook_sha256": codebook.TABLES_SHA256,
             "damping": DAMPING,
-            "calibration_sha256": None,
         }
 
 
@@ -67,12 +76,41 @@ class HiddenSide:
 
     scales: [H], row scales of every w1 and w3, see incoherence.layer_scales.
     down_size: root mean square of the median w2, which decides the power of two in their svh.
-    factor: feedback_factor of the layer's Hessian, rotated with the suh of w1 and w3, or None.
     """
 
     scales: torch.Tensor
     down_size: float
-    factor: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Guide:
+    """What calibration says of an expert; all channels in the source's order.
+
+    scores: [I], how much each intermediate channel counts.   inputs: [H, H], second moment of the
+    inputs.   down: from decoded w1 and w3 [I, H] to the second moment of what w2 receives,
+    [I, I], and the w2 [H, I] to aim at.   outputs: [H, H], second moment of the loss's gradient
+    at the output, None without.   choose: from the decoded w1, w3 and w2 of each pair of rate
+    modes to the pair to keep.
+    """
+
+    scores: torch.Tensor
+    inputs: torch.Tensor
+    down: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+    choose: Callable[[Mapping[Modes, Dense]], Modes]
+    outputs: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What the error of a matrix [K, N] counts: tr(E^T inputs E outputs).
+
+    inputs: [K, K], outputs: [N, N], None for the identity.   target: [K, N], the matrix to aim
+    at, None for the source's own.
+    """
+
+    inputs: torch.Tensor
+    outputs: torch.Tensor | None = None
+    target: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -99,6 +137,9 @@ class EncodedMatrix:
     nmse: float
 
 
+_ByMode = dict[int, EncodedMatrix]
+
+
 def modes_tried(settings: Settings, records: int) -> tuple[int, ...]:
     """The rate modes at which each matrix is coded."""
     return allowed_modes(records) if settings.modes == "all" else (0,)
@@ -113,18 +154,18 @@ def encode_expert(
     expert: int,
     settings: Settings,
     hidden: HiddenSide | None = None,
-    hessians: Mapping[str, torch.Tensor] = _NO_HESSIANS,
+    guide: Guide | None = None,
 ) -> EncodedExpert:
     """Encode gate w1 [I, H], up w3 [I, H] and down w2 [H, I], float32, finite, on any device.
 
     hidden: what the layer shares; None: the hidden side is the expert's own.
-    hessians: second moments of a matrix's inputs by its name, w1 and w3 [H, H], w2 [I, I].
+    guide: what calibration says; None: all inputs count alike.
     Raises ValueError for scales beyond float16, and ArithmeticError if what was packed does not
     decode to what was encoded (a defect of this program or machine, never of the input).
     """
     weights = {"w1": w1, "w3": w3, "w2": w2}
     steps = expert_steps(
-        weights, layer=layer, expert=expert, settings=settings, hidden=hidden, hessians=hessians
+        weights, layer=layer, expert=expert, settings=settings, hidden=hidden, guide=guide
     )
     return lockstep.run(steps, search)
 
@@ -136,39 +177,53 @@ def expert_steps(
     expert: int,
     settings: Settings,
     hidden: HiddenSide | None = None,
-    hessians: Mapping[str, torch.Tensor] = _NO_HESSIANS,
+    guide: Guide | None = None,
 ) -> Steps[EncodedExpert]:
     """As encode_expert, for lockstep.run with other experts."""
     w1, w3, w2 = (weights[name] for name in atom.MATRICES)
-    groups = permutation.low_to_high_groups(permutation.weight_scores(w1, w3, w2))
+    scores = permutation.weight_scores(w1, w3, w2) if guide is None else guide.scores
+    groups = permutation.low_to_high_groups(scores)
     order = permutation.channels_of_groups(groups)
-    sources = {"w1": w1[order].T, "w3": w3[order].T, "w2": w2[:, order].T}
-    matrices = []
-    for name, weight in sources.items():
+
+    def steps(name: str, weight: torch.Tensor, metric: Metric | None) -> Steps[_ByMode]:
         draws = [
             _draw(size, name, side, layer, expert, settings.seed, shared=hidden is not None)
             for size, side in zip(weight.shape, _sides(name), strict=True)
         ]
-        hessian = hessians.get(name)
-        if hessian is not None and name == "w2":
-            hessian = hessian[order][:, order]
-        matrices.append(
-            matrix_steps(
-                weight.contiguous(),
-                _rate_axis(name),
-                *(draw.to(weight.device) for draw in draws),
-                modes=modes_tried(settings, w1.shape[0] // RECORD),
-                method=settings.search,
-                hessian=hessian,
-                hidden=hidden,
-            )
+        return matrix_steps(
+            weight.contiguous(),
+            _rate_axis(name),
+            *(draw.to(weight.device) for draw in draws),
+            modes=modes_tried(settings, w1.shape[0] // RECORD),
+            method=settings.search,
+            metric=metric,
+            hidden=hidden,
         )
+
     try:
-        found = yield from lockstep.together(matrices)
+        metric = None if guide is None else Metric(guide.inputs)
+        gates = [steps("w1", w1[order].T, metric), steps("w3", w3[order].T, metric)]
+        if guide is None:
+            found = yield from lockstep.together([*gates, steps("w2", w2[:, order].T, None)])
+            chosen, modes = _least_weight_error(*found)
+        else:
+            gate, up = yield from lockstep.together(gates)
+            metrics = {m: _down_metric(guide, order, gate[m].dense, up[m].dense) for m in gate}
+            found = yield from lockstep.together(
+                steps("w2", w2[:, order].T, metric) for metric in metrics.values()
+            )
+            down = dict(zip(metrics, found, strict=True))
+            chosen, modes = _least_functional_error(guide, order, gate, up, down)
     except ValueError as error:
         raise ValueError(f"layer {layer} expert {expert}: {error}") from error
-    candidates = dict(zip(sources, found, strict=True))
-    return _chosen(candidates, groups, Geometry(w1.shape[1], w1.shape[0], 1))
+    return _checked(chosen, modes, groups, Geometry(w1.shape[1], w1.shape[0], 1))
+
+
+def _down_metric(guide: Guide, order: torch.Tensor, w1: torch.Tensor, w3: torch.Tensor) -> Metric:
+    """What w2's error counts once w1 and w3 have been decoded, [H, I] with I low to high."""
+    place = torch.argsort(order)
+    moment, target = guide.down(w1.T[place], w3.T[place])
+    return Metric(moment[order][:, order], guide.outputs, target[:, order].T.contiguous())
 
 
 def _draw(
@@ -181,18 +236,36 @@ def _draw(
     return signs(size, seed=seed, layer=layer, side=side, **whose)
 
 
-def _chosen(
-    candidates: dict[str, dict[int, EncodedMatrix]], groups: torch.Tensor, geometry: Geometry
-) -> EncodedExpert:
-    """The expert of the modes with the least error, once its bytes are checked."""
-    mode13 = _least_error(candidates["w1"], candidates["w3"])
-    mode2 = _least_error(candidates["w2"])
-    chosen = {
-        name: by_mode[mode2 if name == "w2" else mode13] for name, by_mode in candidates.items()
+_Chosen = tuple[dict[str, EncodedMatrix], Modes]
+
+
+def _least_weight_error(w1: _ByMode, w3: _ByMode, w2: _ByMode) -> _Chosen:
+    """The matrices at the modes of least weight error; the smaller mode of equals."""
+    mode13 = min(w1, key=lambda mode: (w1[mode].nmse + w3[mode].nmse, mode))
+    mode2 = min(w2, key=lambda mode: (w2[mode].nmse, mode))
+    return {"w1": w1[mode13], "w3": w3[mode13], "w2": w2[mode2]}, (mode13, mode2)
+
+
+def _least_functional_error(
+    guide: Guide, order: torch.Tensor, w1: _ByMode, w3: _ByMode, w2: dict[int, _ByMode]
+) -> _Chosen:
+    """The matrices at the modes that the guide chooses. w2: by the mode of w1 and w3 too."""
+    place = torch.argsort(order)
+    decoded = {
+        (a, b): (w1[a].dense.T[place], w3[a].dense.T[place], matrix.dense.T[:, place])
+        for a, by_mode in w2.items()
+        for b, matrix in by_mode.items()
     }
-    coded = atom.Expert(
-        **{name: m.packed for name, m in chosen.items()}, mode13=mode13, mode2=mode2
-    )
+    modes = guide.choose(decoded) if len(decoded) > 1 else next(iter(decoded))
+    return {"w1": w1[modes[0]], "w3": w3[modes[0]], "w2": w2[modes[0]][modes[1]]}, modes
+
+
+def _checked(
+    chosen: dict[str, EncodedMatrix], modes: Modes, groups: torch.Tensor, geometry: Geometry
+) -> EncodedExpert:
+    """The expert of some matrices, once its bytes are checked."""
+    packed = {name: m.packed for name, m in chosen.items()}
+    coded = atom.Expert(**packed, mode13=modes[0], mode2=modes[1])
     _check_decode(coded, chosen, geometry)
     return EncodedExpert(
         coded,
@@ -210,18 +283,22 @@ def matrix_steps(
     *,
     modes: Iterable[int],
     method: str,
-    hessian: torch.Tensor | None = None,
+    metric: Metric | None = None,
     hidden: HiddenSide | None = None,
 ) -> Steps[dict[int, EncodedMatrix]]:
     """Encode a matrix at each of some rate modes, all with one rotation and one global scale.
 
     weight: [K, N] float32 with the rate axis ("in": K, "out": N) from least to most important.
-    input_signs: [K], output_signs: [N].   hessian: [K, K], second moment of the inputs, None for
-    the identity.   hidden: what the layer shares, None: nothing.
+    input_signs: [K], output_signs: [N].   metric: what its error counts, None: all alike.
+    hidden: what the layer shares, None: nothing.
     """
     has_shared_rows = hidden is not None and rate_axis == "out"  # whose inputs are hidden
     scales = hidden.scales if has_shared_rows else None
-    rotated, suh, svh = incoherence.regularize(weight, input_signs, output_signs, scales)
+    target = weight if metric is None or metric.target is None else metric.target
+    columns = None
+    if metric is not None and (rate_axis == "out" or hidden is None):
+        columns = incoherence.column_scales(target)
+    rotated, suh, svh = incoherence.regularize(target, input_signs, output_signs, scales, columns)
     scale = yield from _scale_steps(rotated, method)
     suh, svh = (suh, svh / scale) if rate_axis == "out" else (suh / scale, svh)
     largest = float(suh.abs().max())
@@ -229,19 +306,56 @@ def matrix_steps(
         largest = float(scales.max()) if has_shared_rows else hidden.down_size
     move = _power_to_move(largest)
     suh, svh = _as_float16(suh / move), _as_float16(svh * move)
-    factor = hidden.factor if has_shared_rows else None
-    if hessian is not None:
-        factor = feedback_factor(rotate_hessian(hessian, suh.float()))
+    factors = (None, None) if metric is None else _factors(metric, suh.float(), svh.float())
     rates = {mode: record_bits(mode, weight.shape[rate_axis == "out"] // RECORD) for mode in modes}
     coded = yield from lockstep.together(
-        _tile_steps(rotated * scale, factor, rate_axis, bits, method) for bits in rates.values()
+        _tile_steps(rotated * scale, factors, rate_axis, bits, method) for bits in rates.values()
     )
     encoded = {}
     for (mode, bits), (edges, values) in zip(rates.items(), coded, strict=True):
-        dense = rotate(rotate_rows(values) * suh.float()[:, None]) * svh.float()
-        packed = _pack(edges, suh, svh, rate_axis, bits)
+        inner = rotate(rotate_rows(values))
+        fitted = (suh, svh)
+        if metric is not None:
+            fitted = _refit(inner, target, metric, suh, svh, rate_axis, hidden is not None)
+        dense = inner * fitted[0].float()[:, None] * fitted[1].float()
+        packed = _pack(edges, *fitted, rate_axis, bits)
         encoded[mode] = EncodedMatrix(packed, dense, _nmse(weight, dense))
     return encoded
+
+
+def _factors(
+    metric: Metric, suh: torch.Tensor, svh: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The feedback factors of a metric's two sides, as the rotated matrix sees them."""
+    inputs = feedback_factor(rotate_hessian(metric.inputs, suh))
+    if metric.outputs is None:
+        return inputs, None
+    return inputs, feedback_factor(rotate_hessian(metric.outputs, svh))
+
+
+def _refit(
+    inner: torch.Tensor,
+    target: torch.Tensor,
+    metric: Metric,
+    suh: torch.Tensor,
+    svh: torch.Tensor,
+    rate_axis: str,
+    shared: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales of least error for tiles that are coded; those of a shared hidden side stay.
+
+    inner: [K, N], the decoded matrix less its scales.   Returns suh [K] and svh [N], float16.
+    """
+    if rate_axis == "out" or not shared:
+        svh = _as_float16(
+            refit.output_scales(inner * suh.float()[:, None], target, svh.float(), metric.inputs)
+        )
+    if rate_axis == "in" or not shared:
+        scaled = inner * svh.float()
+        suh = _as_float16(
+            refit.input_scales(scaled, target, suh.float(), metric.inputs, metric.outputs)
+        )
+    return suh, svh
 
 
 def _scale_steps(rotated: torch.Tensor, method: str) -> Steps[float]:
@@ -275,16 +389,19 @@ def scale_search_weights(inputs: int, outputs: int) -> tuple[int, int]:
 
 def _tile_steps(
     rotated: torch.Tensor,
-    factor: torch.Tensor | None,
+    factors: tuple[torch.Tensor | None, torch.Tensor | None],
     rate_axis: str,
     bits: tuple[int, ...],
     method: str,
 ) -> Steps[tuple[torch.Tensor, torch.Tensor]]:
     """Edges [K/16, N/16, 256] uint8 and the values [K, N] they decode to."""
+    inputs, outputs = factors
+    if outputs is not None:
+        return (yield from _two_sided_steps(rotated, inputs, outputs, bits, method))
     rows, columns = (size // TILE for size in rotated.shape)
     edges = torch.empty(rows, columns, tile.POSITIONS, dtype=torch.uint8, device=rotated.device)
     by_rate = functools.cache(partial(_tiles_by_rate, bits, rate_axis, columns, rotated.device))
-    steps, values = ldlq(rotated, factor), None
+    steps, values = ldlq(rotated, inputs), None
     while True:
         try:
             span, target = steps.send(values)
@@ -297,6 +414,30 @@ def _tile_steps(
         found = yield from _search_steps(paths, groups, method)
         edges[first:last] = found.edges.unflatten(0, (-1, columns))
         values = tile.to_matrix(tile.to_row_major(found.values).unflatten(0, (-1, columns)))
+
+
+def _two_sided_steps(
+    rotated: torch.Tensor,
+    inputs: torch.Tensor,
+    outputs: torch.Tensor,
+    bits: tuple[int, ...],
+    method: str,
+) -> Steps[tuple[torch.Tensor, torch.Tensor]]:
+    """As _tile_steps, with the rates on the input axis and error feedback along both."""
+    rows, columns = (size // TILE for size in rotated.shape)
+    edges = torch.empty(rows, columns, tile.POSITIONS, dtype=torch.uint8, device=rotated.device)
+    rates = torch.tensor(bits).repeat_interleave(_TILES_PER_RECORD)
+    steps, values = ldlq_two_sided(rotated, inputs, outputs), None
+    while True:
+        try:
+            i, j, targets = steps.send(values)
+        except StopIteration as end:
+            return edges, end.value
+        paths = tile.to_trellis_order(targets)
+        groups = _places_by_rate(rates[i.cpu()], rotated.device)
+        found = yield from _search_steps(paths, groups, method)
+        edges[i, j] = found.edges
+        values = tile.to_row_major(found.values)
 
 
 _Groups = list[tuple[int, torch.Tensor]]
@@ -316,6 +457,10 @@ def _tiles_by_rate(
         rates = rates[first:last].repeat_interleave(columns)
     else:
         rates = rates.repeat(last - first)
+    return _places_by_rate(rates, device)
+
+
+def _places_by_rate(rates: torch.Tensor, device: torch.device) -> _Groups:
     return [(rate, (rates == rate).nonzero()[:, 0].to(device)) for rate in rates.unique().tolist()]
 
 
@@ -388,11 +533,6 @@ def _as_float16(scales: torch.Tensor) -> torch.Tensor:
             f"a weight scale of {float(scales.abs().max()):.3g} is beyond float16 (65504)"
         )
     return half
-
-
-def _least_error(*families: dict[int, EncodedMatrix]) -> int:
-    """The mode with the least summed error; the smaller one of equals."""
-    return min(families[0], key=lambda mode: (sum(f[mode].nmse for f in families), mode))
 
 
 def _rate_axis(name: str) -> str:

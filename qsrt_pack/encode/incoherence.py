@@ -10,7 +10,7 @@ from collections.abc import Generator, Sequence
 import torch
 
 from qsrt_pack.encode.ordered import ordered_mean_square, ordered_sum
-from qsrt_runtime.format.geometry import TILE
+from qsrt_runtime.format.geometry import RECORD, TILE
 from qsrt_runtime.format.rotation import rotate, rotate_rows
 from qsrt_runtime.format.tile import to_trellis_order
 
@@ -26,16 +26,20 @@ def regularize(
     input_signs: torch.Tensor,
     output_signs: torch.Tensor,
     row_scales: torch.Tensor | None = None,
+    column_scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rotate a matrix and give it one size (FORMAT of the published encoder, step 6).
 
     weight: [K, N] float32.   input_signs: [K], output_signs: [N] of +1 and -1.
     row_scales: [K], positive, see layer_scales; by default each row gets the target size.
+    column_scales: [N], positive, see column_scales; by default 1.
     Returns (rotated [K, N], suh [K], svh [N]), float32. Zero columns get svh 0, zero rows a suh
     that is 0 in float16.
     """
     svh = torch.where((weight != 0).any(0), output_signs, 0)
-    rotated = rotate(weight * svh)
+    if column_scales is not None:
+        svh = svh * column_scales
+    rotated = rotate(weight / torch.where(svh == 0, 1, svh))
     row_rms = ordered_mean_square(rotated).sqrt().float()
     if row_scales is None:
         suh = input_signs * (row_rms / TARGET_RMS - _TINY)
@@ -44,6 +48,20 @@ def regularize(
     rotated = rotate_rows(rotated / suh[:, None])
     size = float(ordered_mean_square(rotated.flatten()).sqrt()) / -TARGET_RMS or 1.0
     return rotated / size, suh, svh * size
+
+
+def column_scales(weight: torch.Tensor) -> torch.Tensor:
+    """Scales that even out the columns of a matrix by half, and its blocks of 128 wholly: [N].
+
+    weight: [K, N] float32. A column's scale is the square root of its root mean square, times
+    what gives all blocks the mean square 1 after it; so that a tile's error does not count by its
+    block's size, and large columns keep some of theirs.
+    """
+    power = ordered_mean_square(weight.T)
+    even = power.sqrt().sqrt().clamp_min(_TINY)
+    blocks = ordered_sum((power / even.square()).unflatten(0, (-1, RECORD))) / RECORD
+    scales = even.unflatten(0, (-1, RECORD)) * blocks.sqrt().clamp_min(_TINY)[:, None]
+    return scales.flatten().float()
 
 
 def layer_scales(powers: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -1,6 +1,23 @@
 """Sums in one fixed order, so that bytes depend on no thread count, vector width or device."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Linear algebra on one CPU thread: with several, its sums are split by their number.
+
+    Also a decorator.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def ordered_sum(x: torch.Tensor) -> torch.Tensor:

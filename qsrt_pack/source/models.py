@@ -162,6 +162,17 @@ def carried_tensors(
     }
 
 
+def one_layer_changes(experts: RoutedExperts, layer: int) -> dict[str, Any]:
+    """What config.json of one layer alone says besides the layer's share of its lists."""
+    architecture, dense = experts.architecture, layer not in experts.layers
+    changes: dict[str, Any] = {}
+    if architecture.sparse_step is not None:
+        changes[architecture.sparse_step] = 1
+    if architecture.dense_layers is not None:
+        changes[architecture.dense_layers] = [0] if dense else []
+    return changes
+
+
 def _size(config: dict[str, Any], key: str, where: str, limit: int = _MAX_SIZE) -> int:
     value = config.get(key)
     if type(value) is not int or not 0 < value <= limit:

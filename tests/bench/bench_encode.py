@@ -33,7 +33,7 @@ import checkpoints  # noqa: E402
 
 from qsrt_pack import job  # noqa: E402
 from qsrt_pack.encode import lockstep  # noqa: E402
-from qsrt_pack.encode.expert import Settings, expert_steps  # noqa: E402
+from qsrt_pack.encode.expert import Guide, Settings, expert_steps  # noqa: E402
 from qsrt_pack.encode.viterbi import search  # noqa: E402
 from qsrt_pack.encode.viterbi.kernel import search_kernel  # noqa: E402
 from qsrt_pack.encode.viterbi.reference import search_reference  # noqa: E402
@@ -156,14 +156,21 @@ def feedback(experts: int = 4) -> Report:
 
     rows = {size: draw(2 * size, size) for size in (HIDDEN, INTERMEDIATE)}
     moments = {size: x.T @ x for size, x in rows.items()}
-    hessians = {"w1": moments[HIDDEN], "w3": moments[HIDDEN], "w2": moments[INTERMEDIATE]}
     shapes = {"w1": (INTERMEDIATE, HIDDEN), "w3": (INTERMEDIATE, HIDDEN)}
     shapes["w2"] = (HIDDEN, INTERMEDIATE)
     weights = [{name: draw(*shape) for name, shape in shapes.items()} for _ in range(experts)]
 
+    def guide(w: dict[str, torch.Tensor]) -> Guide:
+        return Guide(
+            scores=torch.arange(INTERMEDIATE, dtype=torch.float64, device="cuda"),
+            inputs=moments[HIDDEN],
+            down=lambda _gate, _up: (moments[INTERMEDIATE], w["w2"]),
+            choose=lambda decoded: next(iter(decoded)),
+        )
+
     def work() -> None:
         steps = [
-            expert_steps(w, layer=0, expert=i, settings=Settings(device="cuda"), hessians=hessians)
+            expert_steps(w, layer=0, expert=i, settings=Settings(device="cuda"), guide=guide(w))
             for i, w in enumerate(weights)
         ]
         lockstep.run(lockstep.together(steps), search)

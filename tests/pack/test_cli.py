@@ -22,7 +22,7 @@ from qsrt_pack.validate import validate
 from qsrt_runtime.format import schema
 from qsrt_runtime.format.errors import FormatError
 
-COMMANDS = ("convert", "validate", "inspect", "decode", "eval")
+COMMANDS = ("calibrate", "convert", "validate", "inspect", "decode", "eval")
 ROOT = Path(__file__).parents[2]
 
 
@@ -103,6 +103,10 @@ def test_help_loads_no_command() -> None:
         ("convert", "m", "--seed", str(2**63)),
         ("convert", "m", "--loader", "vllm"),
         ("convert", "m", "--no-such-option"),
+        ("calibrate", "m"),
+        ("calibrate", "m", "--text", "t"),
+        ("calibrate", "m", "--text", "t", "-o", "o", "--rows", "0"),
+        ("calibrate", "m", "--text", "t", "-o", "o", "--device", "gpu"),
         ("validate",),
         ("inspect",),
         ("inspect", "p", "extra"),

@@ -10,6 +10,7 @@ from qsrt_pack.encode import lockstep
 from qsrt_pack.encode.expert import (
     EncodedExpert,
     EncodedMatrix,
+    Metric,
     Settings,
     encode_expert,
     matrix_steps,
@@ -245,8 +246,8 @@ def test_a_hessian_lowers_the_error_that_it_weighs() -> None:
     hessian = rows.T @ rows / len(rows)
     signs = torch.ones(HIDDEN), torch.ones(INTERMEDIATE)
     weighted, plain = [], []
-    for given in (None, hessian):
-        matrix = encode_matrix(weight, "out", *signs, modes=(0,), method="fast", hessian=given)[0]
+    for given in (None, Metric(hessian)):
+        matrix = encode_matrix(weight, "out", *signs, modes=(0,), method="fast", metric=given)[0]
         error = matrix.dense - weight
         weighted.append(float((error * (hessian @ error)).sum()))
         plain.append(matrix.nmse)

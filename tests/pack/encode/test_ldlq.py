@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file
 
 from qsrt_pack.encode import ldlq as module
-from qsrt_pack.encode.ldlq import DAMPING, feedback_factor, rotate_hessian
+from qsrt_pack.encode.ldlq import DAMPING, feedback_factor, ldlq_two_sided, rotate_hessian
 from qsrt_pack.encode.lockstep import serve
 
 Tensors = dict[str, torch.Tensor]
@@ -157,3 +157,56 @@ def test_an_exact_quantizer_returns_the_weight() -> None:
     weight = torch.randn(64, 32)
     factor = feedback_factor(random_hessian(64))
     assert torch.equal(ldlq(weight, factor, lambda _rows, values: values), weight)
+
+
+def run_two_sided(weight, inputs, outputs, quantize):
+    steps, values, seen = ldlq_two_sided(weight, inputs, outputs), None, []
+    while True:
+        try:
+            i, j, targets = steps.send(values)
+        except StopIteration as end:
+            return end.value, seen
+        seen += zip(i.tolist(), j.tolist(), strict=True)
+        values = quantize(targets)
+
+
+def moment(size, seed):
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(3 * size, size, generator=generator) * torch.linspace(0.2, 2, size)
+    return rows.T @ rows / len(rows) + 0.5
+
+
+def test_two_sides_take_every_tile_once_and_lower_the_joint_error():
+    weight = torch.randn(96, 64, generator=torch.Generator().manual_seed(0))
+    both = moment(96, 1), moment(64, 2)
+    inputs, outputs = (feedback_factor(one, 0.01) for one in both)
+
+    def quantize(targets):
+        return (2 * targets).round() / 2
+
+    def error(quantized):
+        left = weight - quantized
+        return float(torch.trace(both[0] @ left @ both[1] @ left.T))
+
+    found, seen = run_two_sided(weight, inputs, outputs, quantize)
+    assert sorted(seen) == [(i, j) for i in range(6) for j in range(4)]
+    none = torch.zeros_like(inputs), torch.zeros_like(outputs)
+    one_sided = run_two_sided(weight, inputs, none[1], quantize)[0]
+    other_side = run_two_sided(weight, none[0], outputs, quantize)[0]
+    assert error(found) < 0.75 * min(error(one_sided), error(other_side))
+    assert max(error(one_sided), error(other_side)) < error(quantize(weight))
+
+
+@pytest.mark.parametrize("sizes", [(96, 64), (16, 64), (64, 16), (16, 16)])
+def test_two_sides_without_the_second_are_one(sizes):
+    weight = torch.randn(*sizes, generator=torch.Generator().manual_seed(0))
+    factor = feedback_factor(moment(sizes[0], 1))
+    expected = ldlq(weight, factor, lambda _rows, values: values.round())
+    found, _ = run_two_sided(weight, factor, torch.zeros(sizes[1], sizes[1]), torch.round)
+    torch.testing.assert_close(found, expected)
+
+
+def test_two_sides_leave_an_exact_matrix_alone():
+    weight = torch.randint(-5, 5, (32, 48)).float()
+    factors = feedback_factor(moment(32, 1)), feedback_factor(moment(48, 2))
+    assert torch.equal(run_two_sided(weight, *factors, torch.round)[0], weight)

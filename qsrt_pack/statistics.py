@@ -1,0 +1,65 @@
+"""A folder of calibration statistics, as `calibrate` leaves it and convert reads it."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from qsrt_pack.calibrate.statistics import LayerRows
+from qsrt_runtime.format import paths, schema
+from qsrt_runtime.format.errors import FormatError
+
+DOCUMENT = "calibration.json"
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """An opened folder of statistics.
+
+    document: its calibration.json.   digest: SHA-256 of that, which binds every other file.
+    """
+
+    path: Path
+    document: dict[str, Any]
+    digest: str
+
+    def layer(self, number: int) -> LayerRows:
+        """The rows of one layer, their files verified."""
+        tensors = self._load(rows_name(number))
+        if gradients_name(number) in self.document["files"]:
+            tensors |= self._load(gradients_name(number))
+        try:
+            return LayerRows(**{f.name: tensors[f.name] for f in fields(LayerRows)})
+        except KeyError as error:
+            raise FormatError(f"{self.path / rows_name(number)} lacks {error}") from None
+
+    def _load(self, name: str) -> dict[str, torch.Tensor]:
+        path = self.path / name
+        if name not in self.document["files"]:
+            raise FormatError(f"{self.path} has no statistics of this layer: no {name}")
+        paths.regular_file(path, self.path)
+        if paths.sha256_file(path) != self.document["files"][name]:
+            raise FormatError(f"{path} is damaged: its SHA-256 is not the one in {DOCUMENT}")
+        try:
+            return load_file(path)
+        except SafetensorError as error:
+            raise FormatError(f"{path}: {error}") from None
+
+
+def open_statistics(path: Path) -> Statistics:
+    """Open a folder that `calibrate` made; FormatError for anything else."""
+    document = schema.read(path / DOCUMENT, "calibration")
+    return Statistics(path, document, paths.sha256_file(path / DOCUMENT))
+
+
+def rows_name(layer: int) -> str:
+    """The file of a layer's rows."""
+    return f"layer-{layer:03d}.safetensors"
+
+
+def gradients_name(layer: int) -> str:
+    """The file of the gradients of those rows."""
+    return f"gradients-{layer:03d}.safetensors"

@@ -1,0 +1,344 @@
+"""Calibration on the bundled model: made, resumed, refused, and worth having."""
+
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+
+from qsrt_pack import calibration, job, plan
+from qsrt_pack.calibration import calibrate
+from qsrt_pack.cli import main
+from qsrt_pack.encode.expert import Settings
+from qsrt_pack.evaluate import evaluate
+from qsrt_pack.guide import NO_LAYER_ROWS, NO_ROWS
+from qsrt_pack.output import state_file
+from qsrt_pack.statistics import DOCUMENT, open_statistics
+from qsrt_pack.validate import validate
+from qsrt_runtime.format import paths
+from qsrt_runtime.format.errors import FormatError
+
+LAYERS, EXPERTS, HIDDEN = 2, 4, 128
+
+
+@pytest.fixture(autouse=True)
+def no_probe(monkeypatch):
+    monkeypatch.setattr(plan, "probe", lambda _method, _device: 1e6)
+
+
+@pytest.fixture(scope="session")
+def text(repository):
+    return repository / "examples/tiny_moe/calib.txt"
+
+
+@pytest.fixture(scope="session")
+def model(example):
+    return example[0]
+
+
+def run(model, text, out, **options):
+    return calibrate(model, text, out, **({"windows": 6, "show_progress": False} | options))
+
+
+@pytest.fixture(scope="module")
+def statistics(model, text, tmp_path_factory):
+    """Six windows. Never written to."""
+    return run(model, text, tmp_path_factory.mktemp("calibration") / "stats")
+
+
+@pytest.fixture
+def damaged(statistics, tmp_path):
+    """A copy to damage."""
+    return shutil.copytree(statistics.path, tmp_path / "stats")
+
+
+def settings(statistics, **changes):
+    return Settings(search="fast", calibration_sha256=statistics.digest, **changes)
+
+
+def convert(model, out, statistics, **changes):
+    given = settings(statistics, **changes)
+    prepared = job.prepare(model, out, given, statistics=statistics)
+    return job.run(prepared, show_progress=False)
+
+
+def layer_files(out):
+    return {path.name: path.read_bytes() for path in sorted(out.glob("qsrt-layer-*"))}
+
+
+def test_what_is_kept(statistics):
+    names = {f"{kind}-00{layer}.safetensors" for kind in ("layer", "gradients") for layer in (0, 1)}
+    assert {path.name for path in statistics.path.iterdir()} == names | {DOCUMENT}
+    assert set(statistics.document["files"]) == names
+    window = statistics.document["settings"]["window"]
+    for number in range(LAYERS):
+        layer = statistics.layer(number)
+        assert layer.rows.shape == layer.gradients.shape == (6 * window, HIDDEN)
+        assert int(layer.tokens.sum()) == 6 * window * layer.ids.shape[1]
+        assert statistics.document["layers"][str(number)] == {
+            "tokens": layer.tokens.tolist(),
+            "dropped": 0,
+        }
+        assert layer.documents.unique().tolist() == list(range(6))
+        assert layer.gradients.any()
+        torch.testing.assert_close(layer.gates.sum(1), torch.ones(6 * window))
+
+
+def test_without_the_backward_pass(model, text, tmp_path, statistics):
+    found = run(model, text, tmp_path / "stats", backward=False)
+    assert sorted(found.document["files"]) == ["layer-000.safetensors", "layer-001.safetensors"]
+    assert found.layer(1).gradients.shape == (0, HIDDEN)
+    assert torch.equal(found.layer(1).rows, statistics.layer(1).rows)
+    assert found.digest != statistics.digest
+
+
+@pytest.mark.parametrize("stopped", ["forward 0", "forward 1", "backward 1", "backward 0"])
+def test_a_stopped_run_is_continued(model, text, tmp_path, statistics, monkeypatch, stopped):
+    kind, layer = stopped.split()
+    name = f"_{kind}_layer"
+    original = getattr(calibration._Run, name)
+
+    def failing(self, number, moved):
+        if number == int(layer):
+            raise OSError("no space left")
+        original(self, number, moved)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(calibration._Run, name, failing)
+        with pytest.raises(OSError, match="no space left"):
+            run(model, text, tmp_path / "stats")
+    assert not (tmp_path / "stats").exists()
+    ran = []
+
+    def counted(self, number, moved):
+        ran.append(number)
+        original(self, number, moved)
+
+    monkeypatch.setattr(calibration._Run, name, counted)
+    found = run(model, text, tmp_path / "stats")
+    assert ran == (list(range(int(layer), 2)) if kind == "forward" else [1, 0][1 - int(layer) :])
+    assert found.document == statistics.document
+    assert not state_file(tmp_path / "stats").exists()
+
+
+def test_a_run_of_other_input_is_not_continued(model, text, tmp_path, monkeypatch):
+    def failing(_self, _number, _moved):
+        raise OSError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(calibration._Run, "_backward_layer", failing)
+        with pytest.raises(OSError):
+            run(model, text, tmp_path / "stats")
+    with pytest.raises(FormatError, match=r"stats\.partial holds the work of another calibration"):
+        run(model, text, tmp_path / "stats", windows=5)
+    run(model, text, tmp_path / "stats")
+
+
+def test_reuse(model, text, tmp_path, statistics, monkeypatch):
+    out = shutil.copytree(statistics.path, tmp_path / "stats")
+    with pytest.raises(FormatError, match="is not empty"):
+        run(model, text, out)
+    with monkeypatch.context() as patch:
+        patch.setattr(calibration._Run, "forward", None)
+        assert run(model, text, out, reuse=True) == replace(statistics, path=out)
+    with pytest.raises(FormatError, match="is not empty"):
+        run(model, text, out, windows=5, reuse=True)
+
+
+def test_infinite_rows_are_counted(model, text, tmp_path, monkeypatch, caplog):  # QN-5b
+    original = calibration._Run._embed
+
+    def spoiled(self):
+        original(self)
+        rows = self._residual("hidden-000.bin")
+        rows[2, -1, 5] = torch.inf  # attention gives it a weight of 0, and 0 times it is no number
+        self._record("hidden-000.bin")
+
+    monkeypatch.setattr(calibration._Run, "_embed", spoiled)
+    found = run(model, text, tmp_path / "stats")
+    window = found.document["settings"]["window"]
+    for number in range(LAYERS):
+        assert found.document["layers"][str(number)]["dropped"] == window
+        layer = found.layer(number)
+        assert all(value.isfinite().all() for value in (layer.rows, layer.gradients, layer.moments))
+    assert f"{window} rows are not finite and left out" in caplog.text
+    convert(model, tmp_path / "out", found)
+
+
+def test_calibrated_package_is_better(model, text, repository, example, tmp_path):
+    found = run(model, text, tmp_path / "stats", windows=None)
+    evidence = convert(model, tmp_path / "out", found)
+    validate(tmp_path / "out", deep=True, show_progress=False)
+    held_out = repository / "examples/tiny_moe/eval.txt"
+    plain, better = (
+        evaluate(out, model, held_out, windows=24, show_progress=False)
+        for out in (example[1], tmp_path / "out")
+    )
+    assert better["kl_mean"] < 0.8 * plain["kl_mean"]
+    assert better["top1_agreement"] > plain["top1_agreement"]
+    assert better["bits_per_expert_weight"] == plain["bits_per_expert_weight"]
+    for layer, document in evidence.items():
+        tokens = found.document["layers"][str(layer)]["tokens"]
+        assert [entry["tokens"] for entry in document["experts"]] == tokens
+        assert {entry["fallback"] for entry in document["experts"]} == {None}
+        # What calibration lowers is the error of the outputs, not that of the weights.
+        for entry in document["experts"]:
+            assert 0.001 < entry["functional_nmse"] < max(entry["nmse"].values())
+
+
+def test_the_digest_is_part_of_the_fingerprint(model, statistics, tmp_path):
+    convert(model, tmp_path / "out", statistics)
+    manifest = json.loads((tmp_path / "out/qsrt-manifest.json").read_text())
+    stated = manifest["producer"]["encoder"]["settings"]["calibration_sha256"]
+    assert stated == statistics.digest == paths.sha256_file(statistics.path / DOCUMENT)
+
+
+def test_bytes_do_not_depend_on_threads(model, statistics, tmp_path):
+    threads = torch.get_num_threads()
+    made = []
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        convert(model, tmp_path / str(count), statistics)
+        made.append(layer_files(tmp_path / str(count)))
+    torch.set_num_threads(threads)
+    assert made[0] == made[1]
+
+
+def without(statistics, path, experts):
+    """Statistics in which some experts of layer 1 get no row."""
+    out = shutil.copytree(statistics.path, path)
+    name = "layer-001.safetensors"
+    tensors = load_file(out / name)
+    ids = tensors["ids"]
+    ids[torch.isin(ids, torch.tensor(experts))] = -1
+    tensors["tokens"][experts] = 0
+    if len(experts) == EXPERTS:
+        tensors["moments"].zero_()
+        tensors["weights"].zero_()
+    save_file(tensors, out / name)
+    document = json.loads((out / DOCUMENT).read_text())
+    document["files"][name] = paths.sha256_file(out / name)
+    (out / DOCUMENT).write_text(json.dumps(document))
+    return open_statistics(out)
+
+
+def test_experts_without_rows(model, statistics, tmp_path):  # QN-1a
+    found = without(statistics, tmp_path / "stats", [0, 3])
+    evidence = convert(model, tmp_path / "out", found)
+    entries = evidence[1]["experts"]
+    assert [entry["tokens"] == 0 for entry in entries] == [True, False, False, True]
+    assert [entry["fallback"] for entry in entries] == [NO_ROWS, None, None, NO_ROWS]
+    assert [entry["functional_nmse"] is None for entry in entries] == [True, False, False, True]
+    validate(tmp_path / "out", deep=True, show_progress=False)
+
+
+def test_a_layer_without_rows(model, statistics, tmp_path):  # QN-1b
+    found = without(statistics, tmp_path / "stats", list(range(EXPERTS)))
+    evidence = convert(model, tmp_path / "out", found)
+    assert {entry["fallback"] for entry in evidence[1]["experts"]} == {NO_LAYER_ROWS}
+    assert {entry["fallback"] for entry in evidence[0]["experts"]} == {None}
+    validate(tmp_path / "out", deep=True, show_progress=False)
+
+
+@pytest.mark.parametrize("kind", ["three", "zero columns", "equal"])
+def test_degenerate_rows(model, statistics, tmp_path, kind):  # QN-6a, QN-6b
+    name = "layer-000.safetensors"
+    out = shutil.copytree(statistics.path, tmp_path / "stats")
+    tensors = load_file(out / name)
+    rows = tensors["rows"]
+    if kind == "three":
+        tensors["ids"][3:] = -1
+    elif kind == "zero columns":
+        rows[:, 20:30] = 0
+        rows[:, 7] = rows[:, 6]
+    else:
+        rows[:] = rows[:1].clone()
+        tensors["gradients"] = tensors.get("gradients", rows)
+    save_file(tensors, out / name)
+    document = json.loads((out / DOCUMENT).read_text())
+    document["files"][name] = paths.sha256_file(out / name)
+    (out / DOCUMENT).write_text(json.dumps(document))
+    found = open_statistics(out)
+    for place in ("a", "b"):
+        convert(model, tmp_path / place, found)
+    assert layer_files(tmp_path / "a") == layer_files(tmp_path / "b")
+    validate(tmp_path / "a", deep=True, show_progress=False)
+
+
+def test_rate_modes_are_chosen_by_confirmation_documents(model, text, tmp_path):
+    found = run(model, text, tmp_path / "stats", windows=40)
+    evidence = convert(model, tmp_path / "out", found, modes="all")
+    chosen = {(e["mode13"], e["mode2"]) for d in evidence.values() for e in d["experts"]}
+    assert chosen <= {(a, b) for a in ("R0", "R1") for b in ("R0", "R1")}
+    validate(tmp_path / "out", deep=True, show_progress=False)
+
+
+def test_another_calibration_does_not_continue_a_conversion(
+    model, statistics, text, tmp_path, monkeypatch
+):  # CV-7b
+    original = job._write_layer
+
+    def failing(prepared, folder, layer, *others):
+        if layer == 1:
+            raise OSError("no space left")
+        return original(prepared, folder, layer, *others)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "_write_layer", failing)
+        with pytest.raises(OSError, match="no space left"):
+            convert(model, tmp_path / "out", statistics)
+    other = run(model, text, tmp_path / "other", windows=5)
+    with pytest.raises(FormatError, match="setting calibration_sha256 was"):
+        convert(model, tmp_path / "out", other)
+    convert(model, tmp_path / "out", statistics)
+    convert(model, tmp_path / "whole", statistics)
+    assert layer_files(tmp_path / "out") == layer_files(tmp_path / "whole")
+
+
+def test_statistics_of_another_checkpoint(clean_checkpoint, statistics, tmp_path):
+    with pytest.raises(FormatError, match="made from another checkpoint"):
+        convert(clean_checkpoint, tmp_path / "out", statistics)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["layer-001.safetensors", "gradients-000.safetensors"])
+def test_damaged_statistics(model, damaged, tmp_path, name):
+    data = bytearray((damaged / name).read_bytes())
+    data[-1] ^= 1
+    (damaged / name).write_bytes(data)
+    with pytest.raises(FormatError, match=f"{name} is damaged"):
+        convert(model, tmp_path / "out", open_statistics(damaged))
+    assert not (tmp_path / "out").exists()
+
+
+def test_folder_that_holds_no_statistics(tmp_path):
+    with pytest.raises(FormatError, match=r"calibration\.json"):
+        open_statistics(tmp_path)
+
+
+def test_text_that_is_too_short(model, tmp_path):
+    (tmp_path / "text").write_text("A few words.")
+    with pytest.raises(FormatError, match="a window takes"):
+        run(model, tmp_path / "text", tmp_path / "stats")
+    assert not (tmp_path / "stats").exists()
+
+
+def test_from_the_command_line(model, text, tmp_path):
+    source = shutil.copytree(model, tmp_path / "model")
+    words = tmp_path / "words.txt"
+    words.write_bytes(text.read_bytes()[:40_000])
+    runner = CliRunner()
+    asked = ["-q", "calibrate", str(source), "--text", str(words), "-o", str(tmp_path / "stats")]
+    done = runner.invoke(main, asked)
+    assert (done.exit_code, done.output) == (0, "")
+    common = ["-q", "convert", str(source), "--search", "fast", "--calibration"]
+    for given, out in ((tmp_path / "stats", "a"), (words, "b")):
+        done = runner.invoke(main, [*common, str(given), str(tmp_path / out)])
+        assert (done.exit_code, done.output) == (0, "")
+    assert layer_files(tmp_path / "a") == layer_files(tmp_path / "b")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("a", "b", "model", "stats", "words.txt")
+    ]
