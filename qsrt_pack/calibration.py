@@ -7,7 +7,10 @@ mapped files, so that memory holds one layer and one batch.
 
 import hashlib
 import logging
+import os
+import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -19,9 +22,15 @@ from safetensors.torch import load_file, save_file
 from qsrt_pack.assemble.package import library_versions
 from qsrt_pack.calibrate import capture
 from qsrt_pack.calibrate.statistics import LayerRows, gather
-from qsrt_pack.output import check_output, replacing, state_file
+from qsrt_pack.output import check_output, discard, replacing, state_file
 from qsrt_pack.progress import bar
-from qsrt_pack.source.checkpoint import Checkpoint, digest_files, open_checkpoint, read_tensor
+from qsrt_pack.source.checkpoint import (
+    Checkpoint,
+    digest_files,
+    open_checkpoint,
+    read_tensor,
+    source_stamp,
+)
 from qsrt_pack.source.dtypes import to_float32
 from qsrt_pack.source.models import RoutedExperts, find_experts, one_layer_changes
 from qsrt_pack.statistics import (
@@ -38,6 +47,7 @@ from qsrt_runtime.format.errors import FormatError
 ROWS = 1 << 16  # kept of an expert
 _INPUT = ("source", "settings", "versions")  # of calibration.json, what decides the rest
 _BATCH_TOKENS = 4096  # run at once
+_RECEIVED = "received.bin"  # what a layer's experts receive, or the gradients there
 _EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 _log = logging.getLogger(__name__)
 
@@ -54,24 +64,24 @@ def calibrate(
     backward: bool = True,
     device: torch.device | None = None,
     overwrite: bool = False,
-    reuse: bool = False,
     show_progress: bool = True,
 ) -> Statistics:
     """Run a checkpoint over a text and write the statistics of its layers to a folder.
 
     window, windows: tokens in a window and how many of them, as for evaluate; each window counts
     as a document.   rows: kept of each expert.   backward: also take the gradients, which needs
-    every layer's residual rows on disk at once, tokens x H x 4 bytes each.   reuse: take what is
-    at OUT if it is what would be made.
-    Stopped by whatever, it leaves the finished layers in OUT.partial; the same call continues.
+    every layer's residual rows on disk at once, tokens x H x 4 bytes each.
+    Stopped by whatever, it leaves the finished layers in OUT.partial; the same call continues. On
+    statistics that are whole and of the same input it changes nothing.
     """
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # a layer alone lacks what is not run
     device = device or torch.device("cpu")
     checkpoint = open_checkpoint(source)
+    stamp = source_stamp(checkpoint)
     experts = find_experts(checkpoint)
+    vocabulary = _checked_vocabulary(checkpoint)
     data = read_text(text)
-    vocabulary = checkpoint.config["vocab_size"]
     tokens = tokenize(source, data, vocabulary, text)
     longest = checkpoint.config.get("max_position_embeddings")
     size, count = count_windows(len(tokens), longest, window, windows, text)
@@ -83,21 +93,23 @@ def calibrate(
         "seed": seed,
         "backward": backward,
         "device": device.type,
+        "threads": torch.get_num_threads() if device.type == "cpu" else None,
     }
     document = {
         "schema": "qsrt_calibration_v1",
         "source": digest_files(checkpoint),
         "settings": settings,
-        "versions": library_versions(),
+        "versions": {**library_versions(), "transformers": transformers.__version__},
         "layers": {},
         "files": {},
     }
-    if reuse and (out / DOCUMENT).exists():
+    if (out / DOCUMENT).exists():
         found = open_statistics(out)
         if all(found.document[key] == document[key] for key in _INPUT):
+            discard(out)
             return found
     check_output(out, source, overwrite, resumable=True)
-    with replacing(out, overwrite=overwrite, resumable=True) as folder:
+    with _orderly(device), replacing(out, overwrite=overwrite, resumable=True) as folder:
         run = _Run(
             checkpoint=checkpoint,
             experts=experts,
@@ -106,8 +118,10 @@ def calibrate(
             state=state_file(out),
             device=device,
             document=document,
+            stamp=stamp,
         )
         run.resume()
+        run.check_disk()
         run.forward(show_progress)
         if backward:
             run.backward(show_progress)
@@ -126,6 +140,7 @@ class _Run:
     state: Path
     device: torch.device
     document: dict[str, Any]
+    stamp: dict[str, tuple[int, ...]]
 
     @property
     def layers(self) -> int:
@@ -151,37 +166,55 @@ class _Run:
             if not path.is_file() or paths.sha256_file(path) != digest:
                 raise FormatError(f"{path} is not as it was written; delete {self.state.parent}")
 
+    def check_disk(self) -> None:
+        """Refuse to start where the residual rows will not fit."""
+        both = self.document["settings"]["backward"]
+        files = self.layers + 4 if both else 3  # of residual rows at once
+        need = files * self.tokens.numel() * self.experts.geometry.hidden * 4
+        here = sum(path.stat().st_size for path in self.folder.iterdir())
+        free = shutil.disk_usage(self.folder).free + here
+        if free < need:
+            hint = "; --no-backward takes less" if both else ""
+            raise FormatError(
+                f"{self.folder.parent.parent} has {free:,} bytes free, calibrating takes "
+                f"{need:,}{hint}"
+            )
+
     def forward(self, show_progress: bool) -> None:
         """Run every layer and gather the rows that reach its experts."""
-        if not self._done(_hidden_name(0)):
+        if not self._forwarded() and not self._done(_hidden_name(0)):
             self._embed()
         with bar("calibrate", self.layers * self.tokens.numel(), "tokens", show_progress) as moved:
             for layer in range(self.layers):
-                if self._done(_hidden_name(layer + 1)):
+                if layer < self._forwarded():
                     moved(self.tokens.numel())
                 else:
                     self._forward_layer(layer, moved)
 
     def backward(self, show_progress: bool) -> None:
         """Run the layers backwards and keep the gradients of the gathered rows."""
-        if not self._done(_slope_name(self.layers)):
+        if not any(self._done(_slope_name(layer)) for layer in range(self.layers + 1)):
             self._start_backward()
         with bar("backward", self.layers * self.tokens.numel(), "tokens", show_progress) as moved:
             for layer in range(self.layers - 1, -1, -1):
-                if self._done(_slope_name(layer)):
+                if any(self._done(_slope_name(below)) for below in range(layer + 1)):
                     moved(self.tokens.numel())
                 else:
                     self._backward_layer(layer, moved)
 
     def finish(self) -> None:
         """Leave the statistics alone in the folder, the document last."""
-        names = [name for name in self.document["files"] if name.endswith(".bin")]
-        for name in names:
-            del self.document["files"][name]
+        self._forget(*(name for name in self.document["files"] if name.endswith(".bin")))
         for path in self.folder.glob("*.bin"):
             path.unlink()
         schema.check(self.document, "calibration", DOCUMENT)
         paths.write_file(self.folder / DOCUMENT, schema.dump(self.document))
+
+    def _forwarded(self) -> int:
+        """How many layers have been run forwards; all, once the backward pass has begun."""
+        if any(self._done(_slope_name(layer)) for layer in range(self.layers + 1)):
+            return self.layers
+        return max((n for n in range(self.layers + 1) if self._done(_hidden_name(n))), default=0)
 
     def _done(self, name: str) -> bool:
         return name in self.document["files"]
@@ -189,20 +222,37 @@ class _Run:
     def _record(self, *names: str) -> None:
         """Note files that are whole, so that a later run need not make them again."""
         for name in names:
+            with (self.folder / name).open("rb") as file:
+                os.fsync(file.fileno())
             self.document["files"][name] = paths.sha256_file(self.folder / name)
+        if source_stamp(self.checkpoint) != self.stamp:
+            raise FormatError(f"{self.checkpoint.path} changed since it was opened; start over")
+        self._write_state()
+
+    def _write_state(self) -> None:
         schema.check(self.document, "calibration", str(self.state))
         paths.write_file(self.state, schema.dump(self.document))
 
-    def _forget(self, name: str) -> None:
-        self.document["files"].pop(name, None)
-        (self.folder / name).unlink(missing_ok=True)
+    def _forget(self, *names: str) -> None:
+        """Remove files that nothing needs any more; first from the state, which is then right."""
+        for name in names:
+            self.document["files"].pop(name, None)
+        self._write_state()
+        for name in names:
+            (self.folder / name).unlink(missing_ok=True)
 
     def _residual(self, name: str) -> torch.Tensor:
         """A mapped file of residual rows: [windows, window, H] float32."""
-        shape = (*self.tokens.shape, self.experts.geometry.hidden)
-        size = shape[0] * shape[1] * shape[2]
-        path = str(self.folder / name)
-        return torch.from_file(path, shared=True, size=size, dtype=torch.float32).view(shape)
+        rows = self._mapped(name, self.tokens.numel(), torch.float32)
+        return rows.unflatten(0, self.tokens.shape)
+
+    def _mapped(self, name: str, rows: int, dtype: torch.dtype) -> torch.Tensor:
+        """A mapped file: [rows, H]. Its room is taken at once, or a full disk would be a crash."""
+        path, hidden = self.folder / name, self.experts.geometry.hidden
+        with paths.naming(path), path.open("ab") as file:
+            os.posix_fallocate(file.fileno(), 0, rows * hidden * dtype.itemsize)
+        size = rows * hidden
+        return torch.from_file(str(path), shared=True, size=size, dtype=dtype).view(-1, hidden)
 
     def _weights(self, *names: str) -> dict[str, torch.Tensor]:
         return {name: to_float32(read_tensor(self.checkpoint, name)) for name in names}
@@ -231,20 +281,24 @@ class _Run:
     def _forward_layer(self, layer: int, moved: Callable[[int], None]) -> None:
         runner = self._runner(layer)
         before, after = (self._residual(_hidden_name(n)) for n in (layer, layer + 1))
-        seen: list[capture.Routes] = []
+        received = self._mapped(_RECEIVED, self.tokens.numel(), torch.bfloat16)
+        routes: list[tuple[torch.Tensor, torch.Tensor]] = []
+        place = 0
         for some in self._batches():
-            with runner.watching() as routes:
+            with runner.watching() as seen:
                 after[some] = runner(before[some].to(self.device)).cpu()
-            seen += [_on_cpu(one) for one in routes]
+            for rows, ids, gates in seen:
+                received[place : place + len(rows)] = rows
+                routes.append((ids.int().cpu(), gates.float().cpu()))
+                place += len(rows)
             moved(self.tokens[some].numel())
         written = [_hidden_name(layer + 1)]
         if layer in self.experts.layers:
-            rows, ids, gates = (torch.cat(parts) for parts in zip(*seen, strict=True))
-            self._write_rows(layer, rows, ids, gates)
+            self._write_rows(layer, received, *map(torch.cat, zip(*routes, strict=True)))
             written.append(rows_name(layer))
+        self._record(*written)
         if not self.document["settings"]["backward"]:
             self._forget(_hidden_name(layer))
-        self._record(*written)
 
     def _write_rows(
         self, layer: int, rows: torch.Tensor, ids: torch.Tensor, gates: torch.Tensor
@@ -290,25 +344,48 @@ class _Run:
         runner = self._runner(layer)
         rows, above = self._residual(_hidden_name(layer)), self._residual(_slope_name(layer + 1))
         below = self._residual(_slope_name(layer))
-        gathered: list[torch.Tensor] = []
+        inner = self._mapped(_RECEIVED, self.tokens.numel(), torch.bfloat16)
+        window = self.tokens.shape[1]
         for some in self._batches():
-            found, inner = runner.backward(rows[some].to(self.device), above[some].to(self.device))
+            found, part = runner.backward(rows[some].to(self.device), above[some].to(self.device))
             below[some] = found.nan_to_num(0, 0, 0).cpu()
-            if inner is not None:
-                gathered.append(inner.nan_to_num(0, 0, 0).to(torch.bfloat16).cpu())
+            if part is not None:
+                inner[some.start * window : some.stop * window] = part.nan_to_num(0, 0, 0)
             moved(self.tokens[some].numel())
         written = [_slope_name(layer)]
         if layer in self.experts.layers:
             places = load_file(self.folder / rows_name(layer))["places"]
-            gradients = torch.cat(gathered)[places]
-            save_file({"gradients": gradients}, self.folder / gradients_name(layer))
+            save_file({"gradients": inner[places]}, self.folder / gradients_name(layer))
             written.append(gradients_name(layer))
         self._record(*written)
+        self._forget(_slope_name(layer + 1), _hidden_name(layer + 1))
 
 
-def _on_cpu(routes: capture.Routes) -> capture.Routes:
-    rows, ids, gates = routes
-    return rows.to(torch.bfloat16).cpu(), ids.int().cpu(), gates.float().cpu()
+def _checked_vocabulary(checkpoint: Checkpoint) -> int:
+    """vocab_size, once the tensors outside the layers are known to be there."""
+    for name in (_EMBEDDING, _NORM):
+        if name not in checkpoint.tensors:
+            raise FormatError(f"{checkpoint.path} has no {name}, which calibration runs")
+    size = checkpoint.config.get("vocab_size")
+    if type(size) is not int:
+        raise FormatError(f"{checkpoint.path}/config.json: vocab_size is {size!r}")
+    return size
+
+
+@contextmanager
+def _orderly(device: torch.device) -> Iterator[None]:
+    """Sums in one order on a GPU, and its memory's end as an error of one line."""
+    before = torch.are_deterministic_algorithms_enabled()
+    if device.type == "cuda":
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise FormatError(
+            f"{device} has too little memory; give --window or another --device"
+        ) from error
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def _hidden_name(layer: int) -> str:

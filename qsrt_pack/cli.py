@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import shlex
-import shutil
 import sys
 import threading
 from collections.abc import Callable
@@ -149,7 +148,7 @@ def _overwrite_option(command: Callable) -> Callable:
 @click.option(
     "--calibration",
     type=LOCATION,
-    help="A UTF-8 text, or the folder that `calibrate` made of one.",
+    help="A UTF-8 text, or the folder that `calibrate` made of one; a text's is OUT.calibration.",
 )
 @click.option("--dry-run", is_flag=True, help="Check and plan, write nothing.")
 @_json_option
@@ -197,11 +196,9 @@ def convert(
     kinds = {device_kind(device) for device in found}
     if len(kinds) > 1:
         raise click.UsageError(f"--devices: {devices} are of different kinds; take one kind")
-    statistics, made = None, None
-    if calibration is not None and (calibration.is_dir() or not dry_run):
-        if not calibration.is_dir():
-            made = out.with_name(out.name + ".calibration")
-        statistics = _statistics(model, calibration, made, found[0], show_progress)
+    statistics = None
+    if calibration is not None:
+        statistics = _statistics(model, out, calibration, found[0], overwrite, show_progress)
     digest = statistics and statistics.digest
     settings = Settings(seed, search, modes, hidden_side, *kinds, digest)
     found = rank_devices(found)
@@ -236,26 +233,29 @@ def convert(
         if prepared.complete:
             _log.info("%s is there already; checking it", out)
         evidence = job.run(prepared, show_progress=show_progress, ranks=ranks)
-    if made is not None:
-        shutil.rmtree(made)
     _log.info("%s", job.describe_worst(evidence))
     _log.info("complete; check it with: qsrt-pack validate --deep %s", shlex.quote(str(out)))
 
 
 def _statistics(
-    model: Path, calibration: Path, made: Path | None, device: Any, show_progress: bool
+    model: Path, out: Path, calibration: Path, device: Any, overwrite: bool, show_progress: bool
 ) -> Any:
-    """Opened statistics of the model: a folder, or one made of a text."""
-    from qsrt_pack.statistics import open_statistics
+    """Opened statistics: of the folder given, or of a text, made beside OUT and left there."""
+    from qsrt_pack.statistics import DOCUMENT, open_statistics
 
-    if made is None:
-        return open_statistics(calibration)
+    folder = calibration.parent if calibration.name == DOCUMENT else calibration
+    if folder.is_dir():
+        return open_statistics(folder)
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise click.UsageError("--calibration: under torchrun give a folder made by calibrate")
     from qsrt_pack.calibration import calibrate
+    from qsrt_pack.output import check_output
 
+    made = out.with_name(out.name + ".calibration")
+    if not (made / DOCUMENT).exists():
+        check_output(out, model, overwrite, resumable=True)
     return calibrate(
-        model, calibration, made, device=device, reuse=True, show_progress=show_progress
+        model, calibration, made, device=device, overwrite=overwrite, show_progress=show_progress
     )
 
 
@@ -310,10 +310,14 @@ def calibrate_command(
     from qsrt_pack.workers import find_devices
 
     try:
-        (found,) = find_devices(device)
+        found = find_devices(device)
     except ValueError as error:
         raise click.UsageError(f"--device: {error}") from None
-    calibrate(
+    if len(found) > 1:
+        raise click.UsageError(f"--device: {device} are several; give one")
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise click.UsageError("calibrate runs in one process, not under torchrun")
+    made = calibrate(
         model,
         text,
         out,
@@ -322,10 +326,14 @@ def calibrate_command(
         rows=rows,
         seed=seed,
         backward=backward,
-        device=found,
+        device=found[0],
         overwrite=overwrite,
         show_progress=show_progress,
     )
+    for layer, found_rows in made.document["layers"].items():
+        thin = sum(not count for count in found_rows["tokens"])
+        _log.info("layer %s: %d experts without rows", layer, thin)
+    _log.info("use it with: qsrt-pack convert --calibration %s", shlex.quote(str(out)))
 
 
 @main.command()

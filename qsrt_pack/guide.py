@@ -32,8 +32,8 @@ NO_LAYER_ROWS = "no rows in the layer"
 class Guided:
     """An expert's guide, None where its layer has no rows, and what its evidence says of it.
 
-    judge: from decoded w1, w3 and w2, channels in any order, to the error of the outputs as a
-    share of their energy, both weighted by gate squared; None without rows.
+    judge: from decoded w1, w3 and w2, channels in any order, to the error of the outputs on the
+    validation documents as a share of their energy, weighted by gate squared; None without rows.
     """
 
     guide: Guide | None
@@ -123,7 +123,8 @@ def _choose(
 def _functional_nmse(
     rows: ExpertRows, source: Dense, activation: Activation, decoded: Dense
 ) -> float | None:
-    """The error of an expert's outputs on its first rows, as a share of their energy."""
+    """The error of an expert's outputs on validation documents, as a share of their energy."""
+    rows = _part(rows, "validation")
     some, weights = rows.rows[:_JUDGED], rows.gates[:_JUDGED].double().square()
     wanted = _output(some, source, activation)
     left = _output(some, decoded, activation) - wanted

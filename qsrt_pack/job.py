@@ -354,7 +354,8 @@ def _report_expert(layer: int, entry: dict[str, Any]) -> None:
     where = f"layer {layer} expert {entry['expert']}"
     if entry["zero_matrices"]:
         _log.warning("%s: %s all zero", where, ", ".join(entry["zero_matrices"]))
-    poor = [name for name, error in entry["nmse"].items() if error > _POOR_NMSE]
+    errors = entry["nmse"] if entry["tokens"] is None else {}  # calibrated, they mean little
+    poor = [name for name, error in errors.items() if error > _POOR_NMSE]
     if poor:
         _log.warning("%s: %s coded poorly", where, ", ".join(poor))
     _log.debug("%s: NMSE %s", where, _mean_nmse([entry]))

@@ -174,7 +174,8 @@ def _produce(
             activation = ACTIVATIONS[experts.activation]
             held_out = settings.modes == "all"
             with one_thread():
-                prior = layer_moment(rows, device, PARTS[:1] if held_out else PARTS)
+                prior = layer_moment(rows, device, PARTS[:1]) if held_out else None
+                prior = layer_moment(rows, device) if prior is None else prior
             guides = {
                 e: make_guide(rows, prior, (layer, e), weights[e], activation, held_out=held_out)
                 for e in numbers

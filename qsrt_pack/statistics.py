@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from qsrt_pack.calibrate.statistics import LayerRows
+from qsrt_pack.calibrate.statistics import PARTS, LayerRows
 from qsrt_runtime.format import paths, schema
 from qsrt_runtime.format.errors import FormatError
 
@@ -31,10 +31,13 @@ class Statistics:
         tensors = self._load(rows_name(number))
         if gradients_name(number) in self.document["files"]:
             tensors |= self._load(gradients_name(number))
-        try:
-            return LayerRows(**{f.name: tensors[f.name] for f in fields(LayerRows)})
-        except KeyError as error:
-            raise FormatError(f"{self.path / rows_name(number)} lacks {error}") from None
+        where = self.path / rows_name(number)
+        for field in fields(LayerRows):
+            if field.name not in tensors:
+                raise FormatError(f"{where} has no tensor {field.name}")
+        layer = LayerRows(**{field.name: tensors[field.name] for field in fields(LayerRows)})
+        _check_shapes(layer, str(where))
+        return layer
 
     def _load(self, name: str) -> dict[str, torch.Tensor]:
         path = self.path / name
@@ -53,6 +56,25 @@ def open_statistics(path: Path) -> Statistics:
     """Open a folder that `calibrate` made; FormatError for anything else."""
     document = schema.read(path / DOCUMENT, "calibration")
     return Statistics(path, document, paths.sha256_file(path / DOCUMENT))
+
+
+def _check_shapes(layer: LayerRows, where: str) -> None:
+    if layer.rows.ndim != 2 or layer.ids.ndim != 2 or layer.tokens.ndim != 1:
+        raise FormatError(f"{where}: rows, ids or tokens have another number of dimensions")
+    count, hidden = layer.rows.shape
+    expected = {
+        "ids": (count, layer.ids.shape[1]),
+        "gates": tuple(layer.ids.shape),
+        "documents": (count,),
+        "places": (count,),
+        "gradients": (count if len(layer.gradients) else 0, hidden),
+        "moments": (len(PARTS), hidden, hidden),
+        "weights": (len(PARTS), 2),
+    }
+    for name, shape in expected.items():
+        found = tuple(getattr(layer, name).shape)
+        if found != shape:
+            raise FormatError(f"{where}: {name} has shape {list(found)}, expected {list(shape)}")
 
 
 def rows_name(layer: int) -> str:

@@ -48,7 +48,9 @@ def count_windows(
         raise FormatError(f"a window of {size} tokens is longer than the model's {longest}")
     count = tokens // size
     if not count:
-        raise FormatError(f"{text} has {tokens} tokens, a window takes {size}")
+        raise FormatError(
+            f"{text} has {tokens} tokens, a window takes {size}; give a longer text or --window"
+        )
     return size, min(count, windows or count)
 
 

@@ -15,6 +15,7 @@ from transformers import MODEL_MAPPING, AutoConfig, AutoModelForCausalLM, PreTra
 from qsrt_runtime.format.errors import FormatError
 
 _NOT_RUN = ("embed_tokens.weight", "norm.weight")  # of a model of one layer
+_LABELED = 256  # rows whose distributions are in memory at once
 _SMALL_VOCABULARY = 2  # of the one-layer model, which is given embedded tokens
 
 Weights = Mapping[str, torch.Tensor]
@@ -98,16 +99,20 @@ def loss_gradient(
     The function takes rows [n, H] and uniform draws [n] in [0, 1), which sample each row's label
     from the model's distribution, and returns [n, H]: of the sum of cross-entropies.
     """
-    value = {**config, "num_hidden_layers": 0}
+    value = {**config, **_by_layer(config, slice(0)), "num_hidden_layers": 0}
     model = _load(AutoModelForCausalLM, value, weights).to(device)
 
+    @torch.enable_grad()
+    def gradient_of_some(rows: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+        rows = rows.detach().requires_grad_()
+        logits = model.lm_head(model.model.norm(rows)).float()
+        labels = _sample(logits.detach(), draws)
+        loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
+        return torch.autograd.grad(loss, rows)[0]
+
     def gradient(rows: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-        with torch.enable_grad():
-            rows = rows.detach().requires_grad_()
-            logits = model.lm_head(model.model.norm(rows)).float()
-            labels = _sample(logits.detach(), draws)
-            loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
-            return torch.autograd.grad(loss, rows)[0]
+        parts = zip(rows.split(_LABELED), draws.split(_LABELED), strict=True)
+        return torch.cat([gradient_of_some(*part) for part in parts])
 
     return gradient
 
@@ -122,11 +127,9 @@ def _sample(logits: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
 def _one_layer(
     config: Mapping[str, Any], layer: int, changes: Mapping[str, Any], weights: Weights
 ) -> PreTrainedModel:
-    count = config["num_hidden_layers"]
-    by_layer = {k: [v[layer]] for k, v in config.items() if isinstance(v, list) and len(v) == count}
     value = {
         **config,
-        **by_layer,
+        **_by_layer(config, slice(layer, layer + 1)),
         "num_hidden_layers": 1,
         "vocab_size": _SMALL_VOCABULARY,
         **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
@@ -139,20 +142,33 @@ def _one_layer(
     return model
 
 
+def _by_layer(config: Mapping[str, Any], layers: slice) -> dict[str, Any]:
+    """The lists of a config that have an item for each layer, cut to some layers."""
+    count = config["num_hidden_layers"]
+    return {k: v[layers] for k, v in config.items() if isinstance(v, list) and len(v) == count}
+
+
 def _load(auto: Any, value: Mapping[str, Any], state: Weights) -> PreTrainedModel:
     """A model of a config with the given weights; FormatError where they do not fit it."""
     config = AutoConfig.for_model(**value)
     kind = auto if auto is MODEL_MAPPING else auto._model_mapping
-    model, info = kind[type(config)].from_pretrained(
-        None,
-        config=config,
-        state_dict=dict(state),
-        dtype=torch.float32,
-        experts_implementation="eager",
-        output_loading_info=True,
-    )
+    try:
+        model, info = kind[type(config)].from_pretrained(
+            None,
+            config=config,
+            state_dict=dict(state),
+            dtype=torch.float32,
+            attn_implementation="eager",  # the others' backward adds up in any order
+            experts_implementation="eager",
+            output_loading_info=True,
+        )
+    except (RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise FormatError(
+            f"transformers does not take the checkpoint's tensors: {reason}"
+        ) from error
     left = {name for name in info["missing_keys"] if name not in _NOT_RUN}
-    wrong = left | set(info["unexpected_keys"]) | set(info["mismatched_keys"])
+    wrong = left | set(info["unexpected_keys"])
     if wrong:
         raise FormatError(
             f"transformers' {type(model).__name__} does not take the checkpoint's tensors: "

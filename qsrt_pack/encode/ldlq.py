@@ -27,9 +27,12 @@ def feedback_factor(hessian: torch.Tensor, damping: float = DAMPING) -> torch.Te
 
     hessian: [K, K], symmetric positive semidefinite. Its diagonal grows by damping times its
     mean; a Cholesky that still fails gets twice that more, ten times at most.
+    A Hessian of zeros, as of a matrix of zeros, feeds nothing back.
     Raises ValueError when none succeeds.
     """
     mean = hessian.diagonal().mean()
+    if not mean:
+        return torch.zeros_like(hessian)
     damped = hessian.clone()
     for attempt in range(_RETRIES + 1):
         damped.diagonal().add_(mean * damping * (2 if attempt else 1))

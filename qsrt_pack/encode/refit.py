@@ -9,6 +9,7 @@ import torch
 from qsrt_pack.encode.ordered import one_thread
 
 _RIDGE = 1e-3  # of the mean diagonal, towards the scales that the tiles were coded for
+_LARGEST = torch.finfo(torch.float16).max
 _FARTHEST = 2.0  # factor by which a scale may change
 
 
@@ -53,5 +54,5 @@ def input_scales(
 def _near(fitted: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
     """The fitted scales where they are finite and of the size and sign of those before."""
     ratio = fitted / before
-    good = (ratio > 1 / _FARTHEST) & (ratio < _FARTHEST)
+    good = (ratio > 1 / _FARTHEST) & (ratio < _FARTHEST) & (fitted.abs() <= _LARGEST)
     return torch.where(good, fitted, before)

@@ -1,11 +1,13 @@
 """Calibration on the bundled model: made, resumed, refused, and worth having."""
 
 import json
+import os
 import shutil
 from dataclasses import replace
 
 import pytest
 import torch
+from checkpoints import edit_json, expert_key
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
@@ -137,15 +139,93 @@ def test_a_run_of_other_input_is_not_continued(model, text, tmp_path, monkeypatc
     run(model, text, tmp_path / "stats")
 
 
-def test_reuse(model, text, tmp_path, statistics, monkeypatch):
+def test_what_is_whole_is_not_made_again(model, text, tmp_path, statistics, monkeypatch):
     out = shutil.copytree(statistics.path, tmp_path / "stats")
-    with pytest.raises(FormatError, match="is not empty"):
-        run(model, text, out)
     with monkeypatch.context() as patch:
         patch.setattr(calibration._Run, "forward", None)
-        assert run(model, text, out, reuse=True) == replace(statistics, path=out)
+        assert run(model, text, out) == replace(statistics, path=out)
     with pytest.raises(FormatError, match="is not empty"):
-        run(model, text, out, windows=5, reuse=True)
+        run(model, text, out, windows=5)
+    assert open_statistics(out).digest == statistics.digest
+    assert run(model, text, out, windows=5, overwrite=True).digest != statistics.digest
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_stopped_at_any_step(model, text, tmp_path, monkeypatch, backward):
+    """Killed before or after any change of the state or removal of a file, it goes on."""
+    expected = run(model, text, tmp_path / "whole", windows=2, backward=backward)
+    originals = {name: getattr(calibration._Run, name) for name in ("_write_state", "_forget")}
+    left = [0]  # moments before the kill
+
+    def stopping(name):
+        def step(self, *arguments):
+            for moment in ("before", "after"):
+                if moment == "after":
+                    originals[name](self, *arguments)
+                left[0] -= 1
+                if left[0] == 0:
+                    raise KeyboardInterrupt
+
+        return step
+
+    for moment in range(1, 100, 3):
+        left[0] = moment
+        with monkeypatch.context() as patch:
+            for name in originals:
+                patch.setattr(calibration._Run, name, stopping(name))
+            try:
+                run(model, text, tmp_path / "out", windows=2, backward=backward)
+            except KeyboardInterrupt:
+                stopped = moment
+        found = run(model, text, tmp_path / "out", windows=2, backward=backward)
+        assert found.document == expected.document
+        shutil.rmtree(tmp_path / "out")
+        if left[0] > 0:
+            break
+    assert stopped > 12
+
+
+def test_a_checkpoint_that_changes(model, text, tmp_path, monkeypatch):
+    source = shutil.copytree(model, tmp_path / "model")
+    original = calibration._Run._forward_layer
+
+    def forward(self, layer, moved):
+        os.utime(min(source.glob("*.safetensors")))
+        original(self, layer, moved)
+
+    monkeypatch.setattr(calibration._Run, "_forward_layer", forward)
+    with pytest.raises(FormatError, match="changed since it was opened"):
+        run(source, text, tmp_path / "stats")
+    assert not (tmp_path / "stats").exists()
+
+
+def test_disk_that_is_too_small(model, text, tmp_path, monkeypatch):
+    usage = shutil._ntuple_diskusage(10**9, 10**9, 1000)
+    monkeypatch.setattr(calibration.shutil, "disk_usage", lambda _path: usage)
+    with pytest.raises(FormatError, match=r"1,000 bytes free, calibrating takes .*--no-backward"):
+        run(model, text, tmp_path / "stats")
+    assert sorted(path.name for path in tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c.pop("vocab_size"), "vocab_size is None"),
+        (lambda c: c.update(head_dim=16), "transformers does not take the checkpoint"),
+    ],
+)
+def test_config_that_does_not_fit(model, text, tmp_path, change, message):
+    source = shutil.copytree(model, tmp_path / "model")
+    edit_json(source / "config.json", change)
+    with pytest.raises(FormatError, match=message):
+        run(source, text, tmp_path / "stats")
+
+
+def test_config_with_a_list_of_layers(model, text, tmp_path, statistics):
+    source = shutil.copytree(model, tmp_path / "model")
+    edit_json(source / "config.json", lambda c: c.update(layer_types=["full_attention"] * LAYERS))
+    found = run(source, text, tmp_path / "stats")
+    assert found.document["files"] == statistics.document["files"]
 
 
 def test_infinite_rows_are_counted(model, text, tmp_path, monkeypatch, caplog):  # QN-5b
@@ -184,7 +264,9 @@ def test_calibrated_package_is_better(model, text, repository, example, tmp_path
         tokens = found.document["layers"][str(layer)]["tokens"]
         assert [entry["tokens"] for entry in document["experts"]] == tokens
         assert {entry["fallback"] for entry in document["experts"]} == {None}
-        assert all(0.001 < entry["functional_nmse"] < 0.1 for entry in document["experts"])
+        # On the few rows of validation documents: 31 windows of which 1 in 16 is one.
+        judged = [entry["functional_nmse"] for entry in document["experts"]]
+        assert all(0.001 < error < 0.2 for error in judged)
 
 
 def test_the_digest_is_part_of_the_fingerprint(model, statistics, tmp_path):
@@ -229,7 +311,7 @@ def test_experts_without_rows(model, statistics, tmp_path):  # QN-1a
     entries = evidence[1]["experts"]
     assert [entry["tokens"] == 0 for entry in entries] == [True, False, False, True]
     assert [entry["fallback"] for entry in entries] == [NO_ROWS, None, None, NO_ROWS]
-    assert [entry["functional_nmse"] is None for entry in entries] == [True, False, False, True]
+    assert entries[0]["functional_nmse"] is entries[3]["functional_nmse"] is None
     validate(tmp_path / "out", deep=True, show_progress=False)
 
 
@@ -254,7 +336,8 @@ def test_degenerate_rows(model, statistics, tmp_path, kind):  # QN-6a, QN-6b
         rows[:, 7] = rows[:, 6]
     else:
         rows[:] = rows[:1].clone()
-        tensors["gradients"] = tensors.get("gradients", rows)
+    x = rows[(tensors["ids"] >= 0).any(1)].float()
+    tensors["moments"][:] = x.T @ x
     save_file(tensors, out / name)
     document = json.loads((out / DOCUMENT).read_text())
     document["files"][name] = paths.sha256_file(out / name)
@@ -264,6 +347,34 @@ def test_degenerate_rows(model, statistics, tmp_path, kind):  # QN-6a, QN-6b
         convert(model, tmp_path / place, found)
     assert layer_files(tmp_path / "a") == layer_files(tmp_path / "b")
     validate(tmp_path / "a", deep=True, show_progress=False)
+
+
+@pytest.mark.parametrize("matrix", ["gate_proj", "up_proj", "down_proj"])
+def test_a_matrix_of_zeros(model, text, tmp_path, matrix):
+    source = shutil.copytree(model, tmp_path / "model")
+    name = expert_key(0, 1, matrix)
+    shard = next(path for path in source.glob("*.safetensors") if name in load_file(path))
+    tensors = load_file(shard)
+    tensors[name].zero_()
+    save_file(tensors, shard, metadata={"format": "pt"})
+    found = run(source, text, tmp_path / "stats")
+    evidence = convert(source, tmp_path / "out", found)
+    zero = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}[matrix]
+    assert evidence[0]["experts"][1]["zero_matrices"] == [zero]
+    validate(tmp_path / "out", deep=True, show_progress=False)
+
+
+def test_statistics_of_other_shapes(damaged, model, tmp_path):
+    name = "layer-000.safetensors"
+    tensors = load_file(damaged / name)
+    tensors["gates"] = tensors["gates"][:10].clone()
+    save_file(tensors, damaged / name)
+    edit_json(
+        damaged / DOCUMENT,
+        lambda d: d["files"].update({name: paths.sha256_file(damaged / name)}),
+    )
+    with pytest.raises(FormatError, match=r"gates has shape \[10, 2\], expected"):
+        convert(model, tmp_path / "out", open_statistics(damaged))
 
 
 def test_rate_modes_are_chosen_by_confirmation_documents(model, text, tmp_path):
@@ -337,6 +448,14 @@ def test_from_the_command_line(model, text, tmp_path):
         done = runner.invoke(main, [*common, str(given), str(tmp_path / out)])
         assert (done.exit_code, done.output) == (0, "")
     assert layer_files(tmp_path / "a") == layer_files(tmp_path / "b")
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        *("a", "b", "model", "stats", "words.txt")
-    ]
+    names = [path.name for path in tmp_path.iterdir()]
+    assert sorted(names) == ["a", "b", "b.calibration", "model", "stats", "words.txt"]
+    done = runner.invoke(main, [*common, str(words), str(tmp_path / "b")])  # it is there already
+    assert (done.exit_code, done.output) == (0, "")
+    done = runner.invoke(main, [*common, str(words), str(tmp_path / "stats")])
+    assert done.exit_code == 1
+    assert "is not empty" in done.output
+    assert not (tmp_path / "stats.calibration").exists()
+    listed = tmp_path / "stats" / DOCUMENT
+    done = runner.invoke(main, [*common, str(listed), str(tmp_path / "a")])
+    assert (done.exit_code, done.output) == (0, "")

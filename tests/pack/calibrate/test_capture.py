@@ -35,7 +35,10 @@ def runner(checkpoint, layer):
 @pytest.fixture
 def model(source):
     return AutoModelForCausalLM.from_pretrained(
-        source, dtype=torch.float32, experts_implementation="eager"
+        source,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",
     )
 
 
