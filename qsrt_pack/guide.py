@@ -112,7 +112,8 @@ def _choose(
         )
         for dense in decoded.values()
     ]
-    seen = [torch.bincount(part.documents.long(), minlength=count) for part in (confirmation, fit)]
+    numbers = [part.documents.long().cpu() for part in (confirmation, fit)]  # as the errors are
+    seen = [torch.bincount(found, minlength=count) for found in numbers]
     choice = choose_modes(
         list(decoded), torch.stack(errors), *seen, layer=number[0], expert=number[1]
     )

@@ -70,19 +70,10 @@ def _(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     expert_map: torch.Tensor | None,
-    atoms: torch.Tensor,
-    format_codes: torch.Tensor,
-    shared_scales: torch.Tensor,
-    activations: torch.Tensor,
-    layer: int,
-    first_slot: int,
-    intermediate: int,
-    weight_on_input: bool,
+    *held: torch.Tensor | int | bool,
 ) -> torch.Tensor:
-    weights = _layer_weights(
-        atoms, format_codes, shared_scales, activations, layer, first_slot, intermediate
-    )
-    check_arguments(x, weights, topk_ids, topk_weights, expert_map)
+    *layer, _weight_on_input = held
+    check_arguments(x, _layer_weights(*layer), topk_ids, topk_weights, expert_map)
     return x.new_empty(x.shape)
 
 
