@@ -377,7 +377,7 @@ def test_statistics_of_other_shapes(damaged, model, tmp_path):
         convert(model, tmp_path / "out", open_statistics(damaged))
 
 
-def test_rate_modes_are_chosen_by_confirmation_documents(model, text, tmp_path):
+def test_all_rate_modes_are_packed(model, text, tmp_path):
     found = run(model, text, tmp_path / "stats", windows=40)
     evidence = convert(model, tmp_path / "out", found, modes="all")
     chosen = {(e["mode13"], e["mode2"]) for d in evidence.values() for e in d["experts"]}

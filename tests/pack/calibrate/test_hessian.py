@@ -73,7 +73,8 @@ def test_thin_experts_lean_on_their_layer(count):
     own = second_moment(rows.rows, rows.gates).float() if count else torch.zeros_like(prior)
     torch.testing.assert_close(found, share * own + (1 - share) * prior, rtol=1e-4, atol=1e-4)
     assert torch.linalg.eigvalsh(found.double()).min() > 0
-    assert share == pytest.approx({0: 0, 4000: 0.95}.get(count, share), abs=0.03)
+    least, most = {0: (0, 0), 4000: (0.9, 1)}.get(count, (0, 0.25))
+    assert least <= share <= most
 
 
 def test_there_is_no_cliff():
