@@ -198,7 +198,8 @@ def convert(
         raise click.UsageError(f"--devices: {devices} are of different kinds; take one kind")
     statistics = None
     if calibration is not None:
-        statistics = _statistics(model, out, calibration, found[0], overwrite, show_progress)
+        options = {"device": found[0], "overwrite": overwrite, "show_progress": show_progress}
+        statistics = _statistics(model, out, calibration, dry_run=dry_run, **options)
     digest = statistics and statistics.digest
     settings = Settings(seed, search, modes, hidden_side, *kinds, digest)
     found = rank_devices(found)
@@ -238,9 +239,12 @@ def convert(
 
 
 def _statistics(
-    model: Path, out: Path, calibration: Path, device: Any, overwrite: bool, show_progress: bool
+    model: Path, out: Path, calibration: Path, *, dry_run: bool, overwrite: bool, **options: Any
 ) -> Any:
-    """Opened statistics: of the folder given, or of a text, made beside OUT and left there."""
+    """Opened statistics: of the folder given, or of a text, made beside OUT and left there.
+
+    None where they are of a text and only to be planned.
+    """
     from qsrt_pack.statistics import DOCUMENT, open_statistics
 
     folder = calibration.parent if calibration.name == DOCUMENT else calibration
@@ -252,11 +256,14 @@ def _statistics(
     from qsrt_pack.output import check_output
 
     made = out.with_name(out.name + ".calibration")
+    if dry_run and not (made / DOCUMENT).exists():
+        _log.warning("not planned: the calibration with %s, which comes first", calibration)
+        return None
+    if dry_run:
+        return open_statistics(made)
     if not (made / DOCUMENT).exists():
         check_output(out, model, overwrite, resumable=True)
-    return calibrate(
-        model, calibration, made, device=device, overwrite=overwrite, show_progress=show_progress
-    )
+    return calibrate(model, calibration, made, overwrite=overwrite, **options)
 
 
 @main.command("calibrate")

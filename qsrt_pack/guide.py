@@ -19,6 +19,7 @@ from qsrt_pack.calibrate.statistics import PARTS, ExpertRows, LayerRows, parts_o
 from qsrt_pack.encode.expert import Dense, Guide, Modes
 from qsrt_pack.encode.ordered import one_thread
 from qsrt_pack.encode.permutation import weight_scores
+from qsrt_runtime.format.geometry import Geometry
 
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": lambda gate, up: torch.nn.functional.silu(gate) * up
@@ -81,6 +82,12 @@ def make_guide(
         outputs=output_moment(rows, (w1, w3), activation),
     )
     return Guided(guide, tokens, None, partial(_functional_nmse, everything, source, activation))
+
+
+def row_bytes(geometry: Geometry, rows: int) -> int:
+    """What calibration takes of an expert: rows and gradients, and moments of its three sides."""
+    hidden, intermediate = geometry.hidden, geometry.intermediate
+    return 4 * (2 * rows * hidden + 2 * hidden**2 + 6 * intermediate**2)
 
 
 def _part(rows: ExpertRows, part: str) -> ExpertRows:

@@ -122,10 +122,16 @@ def prepare(
     experts = find_experts(checkpoint)
     config_path = str(checkpoint.path / manifests.CONFIG)
     manifests.check_config(checkpoint.config, experts.geometry, experts.topk, config_path)
+    if statistics is not None and settings.modes == "all" and statistics.missing_parts():
+        _log.warning(
+            "the calibration text is short: no documents for %s, without which all rate modes "
+            "are R0 or unmeasured",
+            " and ".join(statistics.missing_parts()),
+        )
     complete = not overwrite and _is_result(out, checkpoint, settings, loader)
     check_output(out, checkpoint.path, overwrite or complete, resumable=True)
     finished = experts.layers if complete else _claimed_layers(out, settings)
-    plan = make_plan(checkpoint, experts, out, settings, loader, finished, devices)
+    plan = make_plan(checkpoint, experts, out, settings, loader, finished, devices, statistics)
     left = leftover_bytes(out, layer_files(finished))
     free, need = plan["free_disk_bytes"] + left, plan["bytes_to_write"]
     if free < need and not complete:

@@ -10,8 +10,10 @@ import torch
 
 from qsrt_pack.encode.expert import Settings, modes_tried, scale_search_weights
 from qsrt_pack.encode.viterbi import search
+from qsrt_pack.guide import row_bytes
 from qsrt_pack.source.checkpoint import Checkpoint
 from qsrt_pack.source.models import RoutedExperts, carried_tensors
+from qsrt_pack.statistics import Statistics
 from qsrt_runtime.format import container, schema
 from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.format.tensorfile import tensor_bytes
@@ -26,6 +28,11 @@ _PROBE_TILES = {"cpu": 32, "cuda": 2112}
 # Reading, rotating, packing and checking, on two 2.5 GHz cores; on an H200.
 _SECONDS_PER_WEIGHT = {"cpu": 2e-6, "cuda": 5e-9, "cuda_plain": 5e-9}
 _SEARCH_BYTES = 17_000_000  # costs of the search on one thread, at most
+_CALIBRATED = {
+    "cpu": 2.5,
+    "cuda": 1.8,
+    "cuda_plain": 1.8,
+}  # times the work without, on the same machines
 
 
 def make_plan(
@@ -36,6 +43,7 @@ def make_plan(
     loader: str,
     finished: Collection[int] = (),
     devices: tuple[torch.device, ...] = (torch.device("cpu"),),
+    statistics: Statistics | None = None,
 ) -> dict[str, Any]:
     """The plan document, schema `plan`. Runs a short probe of the search to tell the time.
 
@@ -48,6 +56,10 @@ def make_plan(
     layer_bytes = container.layer_file_bytes(geometry)
     methods = {settings.search, "fast" if settings.device == "cpu" else settings.search}
     rates = {method: len(devices) * probe(method, devices[0]) for method in methods}
+    memory, slower = memory_bytes(geometry, settings), 1.0
+    if statistics is not None:
+        memory += statistics.layer_bytes() + row_bytes(geometry, statistics.expert_rows())
+        slower = _CALIBRATED[settings.device]
     remaining = len(set(experts.layers) - set(finished))
     value = {
         "schema": "qsrt_plan_v1",
@@ -77,10 +89,11 @@ def make_plan(
         "bytes_to_write": layer_bytes * remaining + base_bytes + side_bytes,
         "layer_file_bytes": layer_bytes,
         "base_bytes": base_bytes,
-        "memory_bytes": memory_bytes(geometry, settings),
+        "memory_bytes": memory,
+        "calibration": statistics and str(statistics.path),
         "free_disk_bytes": shutil.disk_usage(_existing(out.parent)).free,
         "weights_per_second": rates[settings.search],
-        "seconds": remaining * layer_seconds(experts, settings, rates),
+        "seconds": slower * remaining * layer_seconds(experts, settings, rates),
         "carried_files": list(checkpoint.carried),
         "left_out_files": list(checkpoint.left_out),
     }
@@ -106,6 +119,7 @@ def describe(plan: dict[str, Any]) -> str:
             f"modes {plan['modes']}, {plan['search']} search, seed {plan['seed']}, "
             f"on {', '.join(plan['devices'])}",
         ),
+        ("calibrated", plan["calibration"] or "no"),
         ("bytes in", f"{plan['bytes_in']:,}"),
         (
             "bytes out",

@@ -11,13 +11,13 @@ import torch
 
 from qsrt_pack.assemble.layer import expert_evidence
 from qsrt_pack.calibrate.hessian import layer_moment
-from qsrt_pack.calibrate.statistics import PARTS, LayerRows
+from qsrt_pack.calibrate.statistics import PARTS, LayerRows, most_rows
 from qsrt_pack.encode import lockstep
-from qsrt_pack.encode.expert import EncodedExpert, HiddenSide, Settings, expert_steps
+from qsrt_pack.encode.expert import EncodedExpert, HiddenSide, Modes, Settings, expert_steps
 from qsrt_pack.encode.incoherence import layer_scales
 from qsrt_pack.encode.ordered import one_thread, ordered_mean_square, ordered_sum
 from qsrt_pack.encode.viterbi import search
-from qsrt_pack.guide import ACTIVATIONS, UNGUIDED, Guided, make_guide
+from qsrt_pack.guide import ACTIVATIONS, UNGUIDED, Guided, make_guide, row_bytes
 from qsrt_pack.ranks import Ranks
 from qsrt_pack.source.checkpoint import Checkpoint, read_tensor
 from qsrt_pack.source.dtypes import to_float32
@@ -27,6 +27,7 @@ from qsrt_runtime.format import atom, decode
 from qsrt_runtime.format.errors import FormatError
 
 _BATCH_WEIGHTS = 1 << 25  # encoded together on a GPU, so that small experts fill it
+_BATCH_ROW_BYTES = 1 << 32  # of what calibration takes of the experts of a batch
 _BYTES_PER_WEIGHT = 80  # of GPU memory at the peak, all rate modes tried
 _ALIKE = 8  # binary orders of magnitude from the layer's median within which experts share
 
@@ -58,8 +59,9 @@ def produce_layer(
     rows: what calibration knows of the layer.
     On ranks but the first: this rank's share, sent to the first; yields nothing.
     """
-    batches = _batches(experts, settings)
-    threads = _threads(experts, devices[0], len(batches[0]))
+    calibrated = row_bytes(experts.geometry, most_rows(rows)) if rows is not None else 0
+    batches = _batches(experts, settings, calibrated)
+    threads = _threads(experts, devices[0], len(batches[0]), calibrated)
     hidden: dict[int, HiddenSide] = {}
     if settings.hidden_side == "layer":
         measure = partial(_measure, checkpoint, experts, layer)
@@ -71,19 +73,25 @@ def produce_layer(
         yield from batch
 
 
-def _batches(experts: RoutedExperts, settings: Settings) -> list[range]:
-    """Experts that are encoded together: on a GPU enough to fill it, else one."""
+def _batches(experts: RoutedExperts, settings: Settings, calibrated: int) -> list[range]:
+    """Experts that are encoded together: on a GPU enough to fill it, else one.
+
+    calibrated: bytes of what calibration knows of an expert.
+    """
     count, weights = experts.geometry.experts, experts.geometry.weights_per_expert
     size = 1 if settings.device == "cpu" else -(-_BATCH_WEIGHTS // weights)
+    if calibrated:
+        size = max(1, min(size, _BATCH_ROW_BYTES // calibrated))
     return [range(first, min(first + size, count)) for first in range(0, count, size)]
 
 
-def _threads(experts: RoutedExperts, device: torch.device, batch: int) -> int:
+def _threads(experts: RoutedExperts, device: torch.device, batch: int, calibrated: int) -> int:
     """Threads whose batches fit into three quarters of a GPU's memory, at least one."""
     if device.type == "cpu":
         return 1
     memory = torch.cuda.get_device_properties(device).total_memory
-    each = batch * experts.geometry.weights_per_expert * _BYTES_PER_WEIGHT + memory // 16
+    expert = experts.geometry.weights_per_expert * _BYTES_PER_WEIGHT + calibrated
+    each = batch * expert + memory // 16
     return max(1, min(THREADS, memory * 3 // 4 // each))
 
 
@@ -169,33 +177,14 @@ def _produce(
     where = f"layer {layer} experts {numbers[0]} to {numbers[-1]}"
     try:
         weights = {e: _weights(checkpoint, experts, layer, e, device) for e in numbers}
-        guides = dict.fromkeys(numbers, UNGUIDED)
-        if rows is not None:
-            activation = ACTIVATIONS[experts.activation]
-            held_out = settings.modes == "all"
-            with one_thread():
-                prior = layer_moment(rows, device, PARTS[:1]) if held_out else None
-                prior = layer_moment(rows, device) if prior is None else prior
-            guides = {
-                e: make_guide(rows, prior, (layer, e), weights[e], activation, held_out=held_out)
-                for e in numbers
-            }
-        steps = [
-            expert_steps(
-                weights[expert],
-                layer=layer,
-                expert=expert,
-                settings=settings,
-                hidden=shared.get(expert),
-                guide=guides[expert].guide,
-            )
-            for expert in numbers
-        ]
-        encoded = lockstep.run(lockstep.together(steps), search)
-        return [
-            _packed(expert, found, guides[expert])
-            for expert, found in zip(numbers, encoded, strict=True)
-        ]
+        encode = partial(_encode, settings, layer, weights, shared)
+        guides = _guides(experts, rows, layer, weights, held_out=settings.modes == "all")
+        encoded = encode(guides)
+        if rows is not None and settings.modes == "all":  # once more, held back rows included
+            modes = {e: (found.coded.mode13, found.coded.mode2) for e, found in encoded.items()}
+            guides = _guides(experts, rows, layer, weights, held_out=False)
+            encoded = encode(guides, modes)
+        return [_packed(e, found, guides[e]) for e, found in encoded.items()]
     except torch.OutOfMemoryError as error:
         raise FormatError(
             f"{where}: {device} has too little memory; give another with --devices"
@@ -203,6 +192,53 @@ def _produce(
     except ValueError as error:
         named = str(error).startswith("layer ")
         raise FormatError(str(error) if named else f"{where}: {error}") from error
+
+
+def _guides(
+    experts: RoutedExperts,
+    rows: LayerRows | None,
+    layer: int,
+    weights: dict[int, dict[str, torch.Tensor]],
+    *,
+    held_out: bool,
+) -> dict[int, Guided]:
+    """What calibration says of some experts. held_out: see make_guide."""
+    if rows is None:
+        return dict.fromkeys(weights, UNGUIDED)
+    device = next(iter(weights.values()))["w1"].device
+    with one_thread():
+        prior = layer_moment(rows, device, PARTS[:1]) if held_out else None
+        prior = layer_moment(rows, device) if prior is None else prior
+    activation = ACTIVATIONS[experts.activation]
+    return {
+        e: make_guide(rows, prior, (layer, e), weights[e], activation, held_out=held_out)
+        for e in weights
+    }
+
+
+def _encode(
+    settings: Settings,
+    layer: int,
+    weights: dict[int, dict[str, torch.Tensor]],
+    hidden: dict[int, HiddenSide],
+    guides: dict[int, Guided],
+    modes: dict[int, Modes] | None = None,
+) -> dict[int, EncodedExpert]:
+    """Some experts together. modes: of each, None to choose among the settings'."""
+    steps = [
+        expert_steps(
+            weights[expert],
+            layer=layer,
+            expert=expert,
+            settings=settings,
+            hidden=hidden.get(expert),
+            guide=guides[expert].guide,
+            modes=modes and modes[expert],
+        )
+        for expert in weights
+    ]
+    found = lockstep.run(lockstep.together(steps), search)
+    return dict(zip(weights, found, strict=True))
 
 
 def _packed(expert: int, encoded: EncodedExpert, guided: Guided) -> PackedExpert:

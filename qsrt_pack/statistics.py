@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from qsrt_pack.calibrate.statistics import PARTS, LayerRows
+from qsrt_pack.calibrate.statistics import PARTS, LayerRows, part_of
 from qsrt_runtime.format import paths, schema
 from qsrt_runtime.format.errors import FormatError
 
@@ -25,6 +25,24 @@ class Statistics:
     path: Path
     document: dict[str, Any]
     digest: str
+
+    def layer_bytes(self) -> int:
+        """Of the files of the largest layer, as one in memory takes."""
+        numbers = self.document["layers"]
+        names = [(rows_name(int(n)), gradients_name(int(n))) for n in numbers]
+        present = [[n for n in both if n in self.document["files"]] for both in names]
+        sizes = [sum((self.path / n).stat().st_size for n in both) for both in present]
+        return max(sizes, default=0)
+
+    def expert_rows(self) -> int:
+        """The most rows that an expert has."""
+        counts = [max(layer["tokens"]) for layer in self.document["layers"].values()]
+        return min(self.document["settings"]["rows"], max(counts, default=0))
+
+    def missing_parts(self) -> list[str]:
+        """Those of PARTS without a document."""
+        found = {part_of(number) for number in range(self.document["settings"]["windows"])}
+        return [part for part in PARTS if part not in found]
 
     def layer(self, number: int) -> LayerRows:
         """The rows of one layer, their files verified."""

@@ -101,6 +101,12 @@ def gather(
     )
 
 
+def most_rows(layer: LayerRows) -> int:
+    """The most rows that an expert of a layer keeps."""
+    kept = layer.ids[layer.ids >= 0]
+    return int(torch.bincount(kept).max()) if len(kept) else 0
+
+
 def rows_of(layer: LayerRows, expert: int, device: torch.device) -> ExpertRows:
     """The rows that one expert keeps, on a device."""
     place, choice = (layer.ids == expert).nonzero(as_tuple=True)

@@ -178,12 +178,14 @@ def expert_steps(
     settings: Settings,
     hidden: HiddenSide | None = None,
     guide: Guide | None = None,
+    modes: Modes | None = None,
 ) -> Steps[EncodedExpert]:
-    """As encode_expert, for lockstep.run with other experts."""
+    """As encode_expert, for lockstep.run with other experts. modes: None: those of the settings."""
     w1, w3, w2 = (weights[name] for name in atom.MATRICES)
     scores = permutation.weight_scores(w1, w3, w2) if guide is None else guide.scores
     groups = permutation.low_to_high_groups(scores)
     order = permutation.channels_of_groups(groups)
+    tried = modes_tried(settings, w1.shape[0] // RECORD)
 
     def steps(name: str, weight: torch.Tensor, metric: Metric | None) -> Steps[_ByMode]:
         draws = [
@@ -194,7 +196,7 @@ def expert_steps(
             weight.contiguous(),
             _rate_axis(name),
             *(draw.to(weight.device) for draw in draws),
-            modes=modes_tried(settings, w1.shape[0] // RECORD),
+            modes=tried if modes is None else (modes[name == "w2"],),
             method=settings.search,
             metric=metric,
             hidden=hidden,
@@ -205,7 +207,7 @@ def expert_steps(
         gates = [steps("w1", w1[order].T, metric), steps("w3", w3[order].T, metric)]
         if guide is None:
             found = yield from lockstep.together([*gates, steps("w2", w2[:, order].T, None)])
-            chosen, modes = _least_weight_error(*found)
+            chosen, kept = _least_weight_error(*found)
         else:
             gate, up = yield from lockstep.together(gates)
             metrics = {m: _down_metric(guide, order, gate[m].dense, up[m].dense) for m in gate}
@@ -213,10 +215,10 @@ def expert_steps(
                 steps("w2", w2[:, order].T, metric) for metric in metrics.values()
             )
             down = dict(zip(metrics, found, strict=True))
-            chosen, modes = _least_functional_error(guide, order, gate, up, down)
+            chosen, kept = _least_functional_error(guide, order, gate, up, down)
     except ValueError as error:
         raise ValueError(f"layer {layer} expert {expert}: {error}") from error
-    return _checked(chosen, modes, groups, Geometry(w1.shape[1], w1.shape[0], 1))
+    return _checked(chosen, kept, groups, Geometry(w1.shape[1], w1.shape[0], 1))
 
 
 def _down_metric(guide: Guide, order: torch.Tensor, w1: torch.Tensor, w3: torch.Tensor) -> Metric:

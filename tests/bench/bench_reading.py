@@ -4,8 +4,8 @@
 
 What qsrt_runtime.staging does, and what else could be done: it says what loading is held by.
 `threads`: Python threads with preadv. `aio`: glibc's POSIX asynchronous I/O, whose threads know
-no interpreter's lock. `mapped`: a copy out of a mapping. Each with the copies to the GPU and
-without. Prints medians.
+no interpreter's lock. `mapped`: a copy out of a mapping by Python's threads; `parallel`: by
+torch's own, from one thread of Python. Each with the copies to the GPU and without. Prints medians.
 """
 
 import argparse
@@ -117,6 +117,27 @@ class Files:
 
         self.read(workers, step, fill, copy)
 
+    def parallel(self, buffers: int, step: int, copy: bool) -> None:
+        sources = [
+            torch.empty(0, dtype=torch.uint8).set_(
+                torch.UntypedStorage.from_file(str(p), False, SIZE)
+            )
+            for p in self.paths
+        ]
+        memory = [pinned(step) for _ in range(buffers)]
+        done: list[torch.cuda.Event | None] = [None] * buffers
+        for turn, (file, offset) in enumerate(self.todo(step)):
+            at, size = turn % buffers, min(step, SIZE - offset)
+            if done[at] is not None:
+                done[at].synchronize()
+            memory[at][:size].copy_(sources[file][offset : offset + size])
+            if copy:
+                target = self.targets[file][offset : offset + size]
+                target.copy_(memory[at][:size], non_blocking=True)
+                if DEVICE == "cuda":
+                    done[at] = torch.cuda.Event()
+                    done[at].record()
+
     def aio(self, workers: int, requests: int, part: int, copy: bool) -> None:
         """As threads, but every fill is `requests` reads by glibc at once."""
         listio = ctypes.CDLL(None, use_errno=True).lio_listio
@@ -164,13 +185,16 @@ def compare(files: Files) -> None:
     plain = plain_copy_s(files.total)
     sys.stdout.write(f"plain pinned copy {files.total / plain / 1e9:.1f} GB/s\n")
     ways: list[tuple[str, Callable[[bool], None]]] = []
-    for workers, mib in ((12, 8), (12, 4), (16, 4), (16, 8), (20, 4)):
+    for workers, mib in ((12, 8), (12, 16), (16, 8), (16, 16)):
         name = f"threads: {workers}, {mib} MiB"
         ways.append((name, lambda c, w=workers, m=mib: files.threads(w, m * MIB, c)))
-    for workers, requests, mib in ((2, 16, 1), (3, 16, 1), (4, 8, 1), (2, 16, 2), (3, 16, 2)):
+    for workers, requests, mib in ((4, 8, 1), (6, 8, 1), (8, 4, 1), (3, 16, 2), (4, 16, 2)):
         name = f"aio: {workers} of {requests} reads of {mib} MiB"
         ways.append((name, lambda c, w=workers, r=requests, m=mib: files.aio(w, r, m * MIB, c)))
     ways.append(("mapped: 12, 8 MiB", lambda c: files.mapped(12, 8 * MIB, c)))
+    for buffers, mib in ((2, 8), (2, 16), (3, 8), (3, 16), (2, 32), (3, 32)):
+        name = f"parallel: {buffers} of {mib} MiB"
+        ways.append((name, lambda c, b=buffers, m=mib: files.parallel(b, m * MIB, c)))
     for name, way in ways:
         for target in files.targets:
             target.zero_()

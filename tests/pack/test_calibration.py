@@ -11,7 +11,7 @@ from checkpoints import edit_json, expert_key
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
-from qsrt_pack import calibration, job, plan
+from qsrt_pack import calibration, job, plan, produce
 from qsrt_pack.calibration import calibrate
 from qsrt_pack.cli import main
 from qsrt_pack.encode.expert import Settings
@@ -377,12 +377,54 @@ def test_statistics_of_other_shapes(damaged, model, tmp_path):
         convert(model, tmp_path / "out", open_statistics(damaged))
 
 
-def test_all_rate_modes_are_packed(model, text, tmp_path):
+def test_all_rate_modes_are_packed(model, text, tmp_path, monkeypatch, caplog):
     found = run(model, text, tmp_path / "stats", windows=40)
+    asked, original = [], produce.make_guide
+
+    def noted(*arguments, held_out):
+        asked.append(held_out)
+        return original(*arguments, held_out=held_out)
+
+    monkeypatch.setattr(produce, "make_guide", noted)
     evidence = convert(model, tmp_path / "out", found, modes="all")
+    assert asked == LAYERS * EXPERTS * [
+        True,
+        False,
+    ]  # chosen by what is held out, then coded by all
+    assert not caplog.records
     chosen = {(e["mode13"], e["mode2"]) for d in evidence.values() for e in d["experts"]}
     assert chosen <= {(a, b) for a in ("R0", "R1") for b in ("R0", "R1")}
     validate(tmp_path / "out", deep=True, show_progress=False)
+
+
+def test_too_few_documents_to_choose_modes(model, statistics, tmp_path, caplog):
+    assert statistics.missing_parts() == ["validation"]
+    given = settings(statistics, modes="all")
+    job.prepare(model, tmp_path / "out", given, statistics=statistics)
+    assert "no documents for validation" in caplog.text
+
+
+def test_the_plan_knows_of_the_statistics(model, statistics, tmp_path):
+    plain = job.prepare(model, tmp_path / "out", Settings(search="fast")).plan
+    given = settings(statistics)
+    found = job.prepare(model, tmp_path / "out", given, statistics=statistics).plan
+    assert (plain["calibration"], found["calibration"]) == (None, str(statistics.path))
+    assert found["seconds"] > 2 * plain["seconds"]
+    files = [path.stat().st_size for path in statistics.path.glob("*-000.safetensors")]
+    rows = max(statistics.layer(0).tokens.max(), statistics.layer(1).tokens.max())
+    assert found["memory_bytes"] - plain["memory_bytes"] > sum(files) + 8 * rows * HIDDEN
+
+
+def test_dry_run_with_a_text(model, text, tmp_path, caplog):
+    out, arguments = tmp_path / "out", ["convert", str(model), str(tmp_path / "out"), "--dry-run"]
+    planned = CliRunner().invoke(main, [*arguments, "--calibration", str(text)])
+    assert planned.exit_code == 0
+    assert "not planned: the calibration with" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+    run(model, text, out.with_name("out.calibration"))
+    planned = CliRunner().invoke(main, [*arguments, "--calibration", str(text), "--json"])
+    assert json.loads(planned.stdout)["calibration"] == str(out.with_name("out.calibration"))
+    assert not out.with_name("out.partial").exists()
 
 
 def test_another_calibration_does_not_continue_a_conversion(

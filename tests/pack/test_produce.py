@@ -79,13 +79,17 @@ def test_a_gpu_gets_batches_and_as_many_threads_as_fit(
     weights = experts.geometry.weights_per_expert
     monkeypatch.setattr(produce, "_BATCH_WEIGHTS", 2 * weights - 1)
     settings = Settings(device="cuda")
-    assert produce._batches(experts, settings) == [range(0, 2), range(2, 4), range(4, 5)]
+    batches = [range(0, 2), range(2, 4), range(4, 5)]
+    assert produce._batches(experts, settings, 0) == batches
+    assert produce._batches(experts, settings, 1 << 31) == batches
+    assert produce._batches(experts, settings, 1 << 33) == [range(e, e + 1) for e in range(5)]
     device = torch.device("cuda", 0)
     # A batch takes 15.7 MB, its kept costs a sixteenth of the memory.
     for threads, memory in ((3, 160_000_000), (2, 60_000_000), (1, 10_000_000)):
         properties = type("Properties", (), {"total_memory": memory})
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _d, p=properties: p)
-        assert produce._threads(experts, device, 2) == threads
+        assert produce._threads(experts, device, 2, 0) == threads
+        assert produce._threads(experts, device, 2, memory // 16) == max(1, threads - 1)
 
 
 def shared(packed: PackedExpert) -> bytes:
