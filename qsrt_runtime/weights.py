@@ -8,11 +8,35 @@ from qsrt_runtime.format.slab import Slab
 
 
 @dataclass(frozen=True)
+class Traits:
+    """What all experts of a layer have in common; kernels do less where it is more.
+
+    inputs: rotated rows that a token needs. 0: two for each of its routes; where all experts have
+    the same scales on the hidden side, 1 if gate's are also up's, else 2 for all routes.
+    uniform: every pair of records is P33.
+    """
+
+    inputs: int = 0
+    uniform: bool = False
+
+
+@dataclass(frozen=True)
 class LayerWeights(Slab):
     """The stored bytes of one layer on a device, and what its experts do between the matrices.
 
     slots: whole pairs; a rank that owns some of them computes its share of the sum over ranks.
     activations: [E] uint8, the place of each expert's activation in format.manifest.ACTIVATIONS.
+    traits: see traits_of; the default holds for every layer.
     """
 
     activations: torch.Tensor
+    traits: Traits = Traits()
+
+
+def traits_of(shared_scales: torch.Tensor, format_codes: torch.Tensor) -> Traits:
+    """The traits of a layer from its small sections; waits for their device."""
+    bits = shared_scales.view(torch.int16)
+    uniform = not format_codes.any()
+    if not torch.equal(bits, bits[:, :1].expand_as(bits)):
+        return Traits(0, uniform)
+    return Traits(1 if torch.equal(bits[0, 0], bits[1, 0]) else 2, uniform)

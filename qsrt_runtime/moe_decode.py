@@ -1,0 +1,113 @@
+"""moe_decode: the routed experts for a few tokens, five launches on the stored bytes."""
+
+import functools
+
+import torch
+
+from qsrt_runtime.arguments import check_arguments
+from qsrt_runtime.ops.activate import activate
+from qsrt_runtime.ops.combine import combine
+from qsrt_runtime.ops.expert_gemm import expert_gemm
+from qsrt_runtime.ops.prepare import prepare
+from qsrt_runtime.weights import LayerWeights
+from qsrt_runtime.workspace import Workspace
+
+DTYPES = (torch.float16, torch.bfloat16)
+
+
+def moe_decode(
+    x: torch.Tensor,
+    layer: LayerWeights,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    workspace: Workspace,
+    out: torch.Tensor,
+    *,
+    expert_map: torch.Tensor | None = None,
+    weight_on_input: bool = False,
+) -> torch.Tensor:
+    """The routed experts' output for up to 16 tokens, as moe_forward_reference, to out.
+
+    x: [T, H] float16 or bfloat16.   out: [T, H] of x's type.   All contiguous.
+    workspace: of this geometry, top-k and type. Nothing is allocated and nothing waited for, so
+    that calls can be captured in graphs once the kernels of their shapes are compiled. The same
+    call gives the same bits every time.
+    Differs from the reference: an id or map entry that names no expert gives nothing, as -1 does;
+    workspace.invalid_routes() counts them. Rows are rounded to x's type before each product.
+    Raises ValueError for shapes, devices, strides or a workspace that do not fit, TypeError for
+    dtypes, before any launch.
+    """
+    check_arguments(x, layer, topk_ids, topk_weights, expert_map)
+    _check(x, layer, topk_ids, topk_weights, expert_map, workspace, out)
+    tokens, topk = topk_ids.shape
+    if not tokens or not topk:
+        return out.zero_()
+    warps, pdl = ways(x.device)
+    before, after = (topk_weights, None) if weight_on_input else (None, topk_weights)
+    by_route = layer.traits.inputs == 0
+    rows = tokens * topk if by_route else tokens
+    prepare(x, layer, topk_ids, expert_map, workspace, pdl)
+    expert_gemm(
+        workspace.rotated,
+        layer,
+        workspace,
+        1 if by_route else topk,
+        0 if layer.traits.inputs == 1 else rows,
+        down=False,
+        warps=warps,
+        pdl=pdl,
+    )
+    activate(layer, before, tokens * topk, workspace, pdl)
+    expert_gemm(workspace.middle, layer, workspace, 1, 0, down=True, warps=warps, pdl=pdl)
+    combine(layer, after, topk, workspace, out, pdl)
+    return out
+
+
+@functools.cache
+def ways(device: torch.device) -> tuple[bool, bool]:
+    """Which way runs on a device: whether the products go by warps, and dependent launches.
+
+    By warps on sm_90, with inline PTX and labels in 128 KiB of shared memory; plain Triton on
+    every other GPU, and under the interpreter. Dependent launches from sm_90 on.
+    """
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False, False
+    capability = torch.cuda.get_device_capability(device)
+    return capability == (9, 0), capability >= (9, 0)
+
+
+def _check(
+    x: torch.Tensor,
+    layer: LayerWeights,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    workspace: Workspace,
+    out: torch.Tensor,
+) -> None:
+    if x.dtype not in DTYPES:
+        raise TypeError(f"x is {x.dtype}, expected float16 or bfloat16")
+    if out.dtype != x.dtype or out.shape != x.shape or out.device != x.device:
+        raise ValueError(
+            f"out is {list(out.shape)} {out.dtype} on {out.device}, expected {list(x.shape)} "
+            f"{x.dtype} on {x.device}"
+        )
+    named = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights, "out": out}
+    for name, value in {**named, "expert_map": expert_map}.items():
+        if value is None:
+            continue
+        if not value.is_contiguous() or value.data_ptr() % 16:
+            raise ValueError(f"{name} must be contiguous and start at 16 bytes")
+    if workspace.geometry != layer.geometry or workspace.rotated.dtype != x.dtype:
+        raise ValueError(
+            f"the workspace is for {workspace.geometry} and {workspace.rotated.dtype}, the call "
+            f"for {layer.geometry} and {x.dtype}"
+        )
+    if workspace.rotated.device != x.device:
+        raise ValueError(f"the workspace is on {workspace.rotated.device}, x on {x.device}")
+    tokens, topk = topk_ids.shape
+    if tokens > workspace.tokens or topk > workspace.topk:
+        raise ValueError(
+            f"{tokens} tokens of {topk} routes; the workspace is for {workspace.tokens} of "
+            f"{workspace.topk}"
+        )

@@ -1,0 +1,43 @@
+"""The output of a few tokens from the sums of down."""
+
+import torch
+import triton
+
+from qsrt_runtime.ops.combine.kernel import combine_kernel
+from qsrt_runtime.weights import LayerWeights
+from qsrt_runtime.workspace import COLUMNS, Workspace
+
+
+def combine(
+    layer: LayerWeights,
+    weights: torch.Tensor | None,
+    topk: int,
+    workspace: Workspace,
+    out: torch.Tensor,
+    pdl: bool,
+) -> None:
+    """Sum each token's routes, rotate and scale.
+
+    weights: [T, k], factors of the routes' results, or None.   out: [T, H], contiguous.
+    """
+    hidden = layer.geometry.hidden
+    combine_kernel[(len(out), hidden // 128)](
+        workspace.partial,
+        layer.shared_scales[2],
+        layer.activations if weights is None else weights,
+        workspace.counts,
+        workspace.block_experts,
+        workspace.route_places,
+        out,
+        workspace.programs,
+        HIDDEN=hidden,
+        TILES=-(-hidden // COLUMNS),
+        STEPS=len(layer.slots) // 2,
+        TOPK=topk,
+        CHOICES=triton.next_power_of_2(topk),
+        BY_ROUTE=layer.traits.inputs == 0,
+        WEIGH=weights is not None,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )

@@ -1,0 +1,397 @@
+"""Rows times the stored trellis of gate and up, or of down, decoded in place.
+
+The columns of a block of routes are cut into tiles of 512, 32 strips of a trellis tile's width: of
+gate and up together those of one physical pair of slots (low then high record of either), of down
+512 hidden channels. A step is 64 rows of all strips of a tile. All steps of all tiles stand in one
+line, of which every program takes an equal run, so that all multiprocessors are busy at one token
+too; what a program makes of a tile is a part of its sum, and the next launch adds the parts.
+
+Two ways. Plain: any GPU, and the interpreter. Warps: for GPUs with 227 KB of shared memory, where
+the labels of 3 bits lie; a warp decodes a strip into the A fragments of the tensor cores, mostly in
+PTX (ptx.py).
+"""
+
+import triton
+import triton.language as tl
+
+from qsrt_runtime.ops.expert_gemm import ptx
+from qsrt_runtime.ops.kernel import COLUMNS, PLACES, in_fragment_order, wait_for_previous
+
+_STATES = tl.constexpr(65536)
+_COPY, _COPIED = tl.constexpr(ptx.COPY), tl.constexpr(ptx.COPIED)
+_ROW, _NEIGHBOUR = tl.constexpr(ptx.ROW), tl.constexpr(ptx.NEIGHBOUR)
+_STEP_WORDS = tl.constexpr(ptx.operands(12))
+_PRODUCT_WORDS = tl.constexpr(ptx.operands(24))
+
+
+@triton.jit
+def _low_bits(codes, expert, pair, layer, PAIRS: tl.constexpr, DOWN: tl.constexpr):
+    """Bits of the low record of a physical pair of slots: 2 or 3; the high one has 6 less that."""
+    code = tl.load(codes + expert).to(tl.int32)
+    mode = code & 15
+    if not DOWN:
+        mode = code >> 4
+    shift = (5 * expert + layer) % PAIRS
+    return tl.where((pair - shift + PAIRS) % PAIRS < mode, 2, 3)
+
+
+@triton.jit
+def _decode(
+    slab,
+    labels,
+    codes,
+    expert,
+    layer,
+    first_pair,
+    part,
+    step,
+    column,
+    HIDDEN: tl.constexpr,
+    BUNDLE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    DOWN: tl.constexpr,
+    UNIFORM: tl.constexpr,
+):
+    """Weights [64, n] of a step at some columns of a tile, in the type of the labels.
+
+    slab: words, int32.   part: of the tile, a held pair or 512 hidden channels.   column: [n].
+    """
+    depth = tl.arange(0, 64)
+    strip, width = column >> 4, column & 15
+    block, height = depth >> 4, depth & 15
+    row = height[:, None]
+    col = width[None, :]
+    if DOWN:
+        tile_row = step * 4 + block  # slot and side
+        slot, side = (tile_row >> 1)[:, None] + strip[None, :] * 0, (tile_row & 1)[:, None]
+        hidden_tile = part * 32 + strip[None, :]
+        matrix: tl.constexpr = 24 * HIDDEN // 4
+        offset = matrix
+    else:
+        slot = part * 8 + (strip & 7)[None, :] + block[:, None] * 0
+        side = ((strip >> 3) & 1)[None, :]
+        hidden_tile = (step * 4 + block)[:, None]
+        offset = ((strip >> 4) * (12 * HIDDEN // 4))[None, :]
+    low = 3
+    if not UNIFORM:
+        low = _low_bits(codes, expert, first_pair + slot // 8, layer, PAIRS, DOWN)
+    bits = tl.where(side == 1, 6 - low, low)
+    tiles = hidden_tile + slot * 0
+    base = slot.to(tl.int64) * (SLOT_STRIDE // 4) + expert.to(tl.int64) * (BUNDLE // 4)
+    base += offset + side * (HIDDEN // 16) * 8 * low + tiles * 8 * bits
+    # Where a weight stands in its tile's path, and the last bit of its state.
+    place = 8 * (4 * (col & 7) + ((row & 7) >> 1)) + (row & 1) + 2 * (row >> 3) + 4 * (col >> 3)
+    end = bits * (place + 1)
+    word = (end - 1) >> 5
+    there = tiles < HIDDEN // 16
+    new = tl.load(slab + base + word, mask=there, other=0).to(tl.uint32, bitcast=True)
+    before = tl.where(word == 0, 8 * bits, word) - 1
+    old = tl.load(slab + base + before, mask=there, other=0).to(tl.uint32, bitcast=True)
+    both = (old.to(tl.uint64) << 32) | new.to(tl.uint64)
+    state = ((both >> (32 * (word + 1) - end).to(tl.uint64)) & 0xFFFF).to(tl.int32)
+    return tl.load(labels + (bits - 2) * _STATES + state)
+
+
+@triton.jit
+def plain_kernel(
+    x,
+    slab,
+    labels,
+    codes,
+    num_blocks,
+    block_experts,
+    block_routes,
+    out,
+    layer,
+    first_pair,
+    matrix_rows,
+    HIDDEN: tl.constexpr,
+    BUNDLE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    TILES: tl.constexpr,
+    STEPS: tl.constexpr,
+    DIVISOR: tl.constexpr,
+    DOWN: tl.constexpr,
+    UNIFORM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Partial sums [parts, PLACES, COLUMNS] float32; program (p, c) makes WIDTH columns of them.
+
+    x: [rows, 64 STEPS], tiles in fragment order; route r's row is r // DIVISOR, for up's columns
+    matrix_rows more.   labels: [3, 65536] of x's type.   TILES: of a block; PAIRS: of the layer.
+    """
+    wait_for_previous(PDL)
+    program = tl.program_id(0)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    place = tl.arange(0, 16)  # twice PLACES: what tl.dot takes at least
+    total = tl.load(num_blocks) * TILES * STEPS
+    unit = tl.cdiv(total, tl.num_programs(0))
+    position, end = program * unit, tl.minimum(program * unit + unit, total)
+    while position < end:
+        tile = position // STEPS
+        first = position % STEPS
+        last = tl.minimum(STEPS, first + end - position)
+        block, part = tile // TILES, tile % TILES
+        expert = tl.load(block_experts + block)
+        route = tl.load(block_routes + block * PLACES + place, mask=place < PLACES, other=-1)
+        row = tl.maximum(route, 0) // DIVISOR
+        if not DOWN:
+            row += matrix_rows * (tl.program_id(1) * WIDTH // 256)
+        sums = tl.zeros((16, WIDTH), tl.float32)
+        step = first
+        while step < last:
+            depth = step * 64 + tl.arange(0, 64)
+            source = x + row.to(tl.int64)[:, None] * (STEPS * 64) + in_fragment_order(depth)[None, :]
+            rows = tl.load(source, mask=(route >= 0)[:, None], other=0)
+            weights = _decode(
+                slab,
+                labels,
+                codes,
+                expert,
+                layer,
+                first_pair,
+                part,
+                step,
+                column,
+                HIDDEN,
+                BUNDLE,
+                SLOT_STRIDE,
+                PAIRS,
+                DOWN,
+                UNIFORM,
+            )
+            sums = tl.dot(rows, weights, sums)
+            step += 1
+        number = ((program + tile) * PLACES + place).to(tl.int64) * COLUMNS
+        there = (route >= 0)[:, None]
+        tl.store(out + number[:, None] + column[None, :], sums, mask=there)
+        position += last - first
+
+
+@triton.jit
+def _copy_labels(labels, thread, layer):
+    """Start copying the 3-bit labels, 128 KiB, to where dynamic shared memory begins."""
+    if layer < 0:  # never so: a gather, for which Triton sets that much memory aside
+        place = tl.arange(0, 32768)
+        words = labels.to(tl.pointer_type(tl.int32))
+        kept = tl.gather(tl.load(words + place), tl.load(words + place + 1) & 32767, 0)
+        tl.store(words + place, kept)
+    for start in tl.static_range(0, 8):
+        source = labels + _STATES + (start * 1024 + thread) * 8
+        target = (start * 1024 + thread) * 16
+        tl.inline_asm_elementwise(
+            _COPY, "=r,l,r", [source, target], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def _pair_of_labels(labels, bits, w0, w1, w2, w3, w4, NUMBER: tl.constexpr):
+    """Weights 2 NUMBER and 2 NUMBER + 1 of a lane's group of 2 or 4 bits, packed."""
+    packed = w0 * 0
+    for i in tl.static_range(0, 2):
+        end = 32 + bits * (2 * NUMBER + i + 1)
+        word = (end - 1) >> 5
+        new = tl.where(word == 1, w1, tl.where(word == 2, w2, tl.where(word == 3, w3, w4)))
+        old = tl.where(word == 1, w0, tl.where(word == 2, w1, tl.where(word == 3, w2, w3)))
+        new = new.to(tl.uint32, bitcast=True).to(tl.uint64)
+        both = (old.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | new
+        state = ((both >> (32 * (word + 1) - end).to(tl.uint64)) & 0xFFFF).to(tl.int32)
+        halves = labels.to(tl.pointer_type(tl.int16))
+        label = tl.load(halves + (bits - 2) * _STATES + state).to(tl.int32) & 0xFFFF
+        packed |= label << (16 * i)
+    return packed
+
+
+@triton.jit
+def _other_step(
+    labels, bits, w0, w1, w2, w3, w4, x0, x1, x2, x3, x4, x5, x6, x7, c0, c1, c2, c3,
+    PRODUCTS: tl.constexpr, WORDS: tl.constexpr,
+):  # fmt: skip
+    """A step at 2 or 4 bits, whose labels come from global memory: such pairs are rare."""
+    a0 = _pair_of_labels(labels, bits, w0, w1, w2, w3, w4, 0)
+    a1 = _pair_of_labels(labels, bits, w0, w1, w2, w3, w4, 1)
+    a2 = _pair_of_labels(labels, bits, w0, w1, w2, w3, w4, 2)
+    a3 = _pair_of_labels(labels, bits, w0, w1, w2, w3, w4, 3)
+    a4 = _pair_of_labels(labels, bits, w0, w1, w2, w3, w4, 4)
+    a5 = _pair_of_labels(labels, bits, w0, w1, w2, w3, w4, 5)
+    a6 = _pair_of_labels(labels, bits, w0, w1, w2, w3, w4, 6)
+    a7 = _pair_of_labels(labels, bits, w0, w1, w2, w3, w4, 7)
+    a8 = _pair_of_labels(labels, bits, w0, w1, w2, w3, w4, 8)
+    a9 = _pair_of_labels(labels, bits, w0, w1, w2, w3, w4, 9)
+    a10 = _pair_of_labels(labels, bits, w0, w1, w2, w3, w4, 10)
+    a11 = _pair_of_labels(labels, bits, w0, w1, w2, w3, w4, 11)
+    a12 = _pair_of_labels(labels, bits, w0, w1, w2, w3, w4, 12)
+    a13 = _pair_of_labels(labels, bits, w0, w1, w2, w3, w4, 13)
+    a14 = _pair_of_labels(labels, bits, w0, w1, w2, w3, w4, 14)
+    a15 = _pair_of_labels(labels, bits, w0, w1, w2, w3, w4, 15)
+    return tl.inline_asm_elementwise(
+        PRODUCTS,
+        WORDS,
+        [a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11, a12, a13, a14, a15,
+         x0, x1, x2, x3, x4, x5, x6, x7, c0, c1, c2, c3],
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+        is_pure=True,
+        pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _row(source, held):
+    """Eight words of a tile's rows, zeros where the place is empty."""
+    x0, x1, x2, x3 = tl.inline_asm_elementwise(
+        _ROW,
+        "=r,=r,=r,=r,l,r",
+        [source, held],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
+        is_pure=False,
+        pack=1,
+    )
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def warps_kernel(
+    x,
+    slab,
+    labels,
+    codes,
+    num_blocks,
+    block_experts,
+    block_routes,
+    out,
+    layer,
+    first_pair,
+    matrix_rows,
+    HIDDEN: tl.constexpr,
+    BUNDLE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    TILES: tl.constexpr,
+    STEPS: tl.constexpr,
+    DIVISOR: tl.constexpr,
+    DOWN: tl.constexpr,
+    UNIFORM: tl.constexpr,
+    STEP: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """As plain_kernel, a strip to each of 32 warps; one program on each multiprocessor.
+
+    STEP, PRODUCTS: ptx.step and ptx.products for x's type.
+    """
+    thread = tl.arange(0, 1024)
+    strip, lane = thread >> 5, thread & 31
+    group, quarter = lane >> 2, lane & 3
+    _copy_labels(labels, thread, layer)
+    wait_for_previous(PDL)
+    tl.inline_asm_elementwise(_COPIED, "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1)
+    tl.debug_barrier()
+    program = tl.program_id(0)
+    total = tl.load(num_blocks) * TILES * STEPS
+    unit = tl.cdiv(total, tl.num_programs(0))
+    position, end = program * unit, tl.minimum(program * unit + unit, total)
+    x = x.to(tl.pointer_type(tl.int32))
+    side = (quarter & 1) if DOWN else ((strip >> 3) & 1)
+    while position < end:
+        tile = position // STEPS
+        first = position % STEPS
+        last = tl.minimum(STEPS, first + end - position)
+        block, part = tile // TILES, tile % TILES
+        expert = tl.load(block_experts + block)
+        route = tl.load(block_routes + block * PLACES + group)
+        held = (route >= 0).to(tl.int32)
+        row = tl.maximum(route, 0) // DIVISOR
+        if not DOWN:
+            row += matrix_rows * (strip >> 4)
+        source = x + row.to(tl.int64) * (STEPS * 32) + (first * 4 + quarter) * 8
+        words = slab + expert.to(tl.int64) * (BUNDLE // 4)
+        there = thread >= 0
+        if DOWN:
+            hidden_tile = part * 32 + strip
+            there = hidden_tile < HIDDEN // 16
+            slot = 2 * first + (quarter >> 1)
+            words += 6 * HIDDEN + slot.to(tl.int64) * (SLOT_STRIDE // 4)
+            advance: tl.constexpr = 2 * SLOT_STRIDE // 4
+        else:
+            hidden_tile = first * 4 + quarter
+            slot = part * 8 + (strip & 7)
+            words += (strip >> 4) * (3 * HIDDEN) + slot.to(tl.int64) * (SLOT_STRIDE // 4)
+            advance: tl.constexpr = 96
+        c0 = tl.zeros((1024,), tl.float32)
+        c1 = c0
+        c2 = c0
+        c3 = c0
+        before = (lane - 4) & 31
+        if UNIFORM:
+            words += side * (HIDDEN // 16 * 24) + hidden_tile * 24 + group * 3
+            n1 = tl.load(words, mask=there, other=0, cache_modifier=".cg")
+            n2 = tl.load(words + 1, mask=there, other=0, cache_modifier=".cg")
+            n3 = tl.load(words + 2, mask=there, other=0, cache_modifier=".cg")
+            for step in range(first, last):
+                w1, w2, w3 = n1, n2, n3
+                words += advance
+                more = there & (step + 1 < last)
+                n1 = tl.load(words, mask=more, other=0, cache_modifier=".cg")
+                n2 = tl.load(words + 1, mask=more, other=0, cache_modifier=".cg")
+                n3 = tl.load(words + 2, mask=more, other=0, cache_modifier=".cg")
+                w0 = tl.inline_asm_elementwise(
+                    _NEIGHBOUR, "=r,r,r", [w3, before], dtype=tl.int32, is_pure=False, pack=1
+                )
+                x0, x1, x2, x3 = _row(source, held)
+                x4, x5, x6, x7 = _row(source + 4, held)
+                source += 32
+                c0, c1, c2, c3 = tl.inline_asm_elementwise(
+                    STEP,
+                    _STEP_WORDS,
+                    [w0, w1, w2, w3, x0, x1, x2, x3, x4, x5, x6, x7, c0, c1, c2, c3],
+                    dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+                    is_pure=True,
+                    pack=1,
+                )
+        else:
+            for step in range(first, last):
+                pair = first_pair + (step // 4 if DOWN else part)
+                low = _low_bits(codes, expert, pair, layer, PAIRS, DOWN)
+                bits = tl.where(side == 1, 6 - low, low)
+                at = words + side * (HIDDEN // 16 * 8 * low) + hidden_tile * 8 * bits + group * bits
+                w1 = tl.load(at, mask=there, other=0)
+                w2 = tl.load(at + 1, mask=there, other=0)
+                w3 = tl.load(at + 2, mask=there & (bits > 2), other=0)
+                w4 = tl.load(at + 3, mask=there & (bits > 3), other=0)
+                newest = tl.where(bits == 2, w2, tl.where(bits == 3, w3, w4))
+                w0 = tl.inline_asm_elementwise(
+                    _NEIGHBOUR, "=r,r,r", [newest, before], dtype=tl.int32, is_pure=False, pack=1
+                )
+                x0, x1, x2, x3 = _row(source, held)
+                x4, x5, x6, x7 = _row(source + 4, held)
+                source += 32
+                if DOWN:
+                    words += advance
+                else:
+                    hidden_tile += 4
+                if low == 3:
+                    c0, c1, c2, c3 = tl.inline_asm_elementwise(
+                        STEP,
+                        _STEP_WORDS,
+                        [w0, w1, w2, w3, x0, x1, x2, x3, x4, x5, x6, x7, c0, c1, c2, c3],
+                        dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+                        is_pure=True,
+                        pack=1,
+                    )
+                else:
+                    c0, c1, c2, c3 = _other_step(
+                        labels, bits, w0, w1, w2, w3, w4, x0, x1, x2, x3, x4, x5, x6, x7,
+                        c0, c1, c2, c3, PRODUCTS, _PRODUCT_WORDS,
+                    )  # fmt: skip
+        sums = out + (program + tile).to(tl.int64) * (PLACES * COLUMNS) + strip * 16 + group
+        left = tl.load(block_routes + block * PLACES + 2 * quarter) >= 0
+        right = tl.load(block_routes + block * PLACES + 2 * quarter + 1) >= 0
+        sums += 2 * quarter * COLUMNS
+        tl.store(sums, c0, mask=there & left)
+        tl.store(sums + 8, c2, mask=there & left)
+        tl.store(sums + COLUMNS, c1, mask=there & right)
+        tl.store(sums + COLUMNS + 8, c3, mask=there & right)
+        position += last - first

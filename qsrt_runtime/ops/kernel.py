@@ -1,0 +1,57 @@
+"""Device functions that several launches share."""
+
+import triton
+import triton.language as tl
+from triton.language.extra import cuda
+
+PLACES = tl.constexpr(8)  # routes of a block: the columns of a tensor core's B fragment
+COLUMNS = tl.constexpr(512)  # of a tile of the product: 32 strips of 16
+
+
+@triton.jit
+def wait_for_previous(PDL: tl.constexpr):
+    """Let the next launch start, and wait until the one before has written all it writes."""
+    if PDL:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
+
+
+@triton.jit
+def hadamard_signs(SIZE: tl.constexpr):
+    """The Sylvester Hadamard matrix: [SIZE, SIZE] float32 of 1 and -1; SIZE up to 16."""
+    i = tl.arange(0, SIZE)
+    both = i[:, None] & i[None, :]
+    both ^= both >> 2
+    both ^= both >> 1
+    return (1 - 2 * (both & 1)).to(tl.float32)
+
+
+@triton.jit
+def rotate(x, ROWS: tl.constexpr):
+    """x B of rows x [ROWS, 128] float32, B the normalized Hadamard matrix, as one of 8 x 16."""
+    x = tl.reshape(x, (ROWS, 8, 1, 16)) * tl.reshape(hadamard_signs(16), (1, 1, 16, 16))
+    x = tl.reshape(tl.sum(x, 3), (ROWS, 1, 8, 16)) * tl.reshape(hadamard_signs(8), (1, 8, 8, 1))
+    return tl.reshape(tl.sum(x, 2), (ROWS, 128)) * 0.08838834764831845  # 1 / sqrt(128)
+
+
+@triton.jit
+def in_fragment_order(channel):
+    """Where a channel stands among those of its tile: 0 1 8 9 2 3 10 11 4 5 12 13 6 7 14 15.
+
+    Four after one another are what a lane of a tensor core's B fragment takes.
+    """
+    inside = channel & 15
+    place = ((inside & 7) >> 1) * 4 + (inside & 1) + 2 * (inside >> 3)
+    return channel - inside + place
+
+
+@triton.jit
+def first_and_last_program(num_blocks, tile, TILES: tl.constexpr, STEPS: tl.constexpr, PROGRAMS):
+    """The programs of expert_gemm that share a tile's steps: two int32.
+
+    Program p takes `unit` steps from p * unit on, of all tiles one after another; what it makes
+    of tile t is part p + t of the partial sums.
+    """
+    unit = tl.cdiv(num_blocks * TILES * STEPS, PROGRAMS)
+    unit = tl.maximum(unit, 1)
+    return tile * STEPS // unit, (tile * STEPS + STEPS - 1) // unit

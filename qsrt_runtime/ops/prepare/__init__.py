@@ -1,0 +1,57 @@
+"""Group a few tokens' routes by expert, and rotate their rows."""
+
+import torch
+import triton
+
+from qsrt_runtime.ops.prepare.kernel import prepare_kernel
+from qsrt_runtime.weights import LayerWeights
+from qsrt_runtime.workspace import Workspace
+
+BLOCKS = 2  # Hadamard blocks of a program
+
+
+def prepare(
+    x: torch.Tensor,
+    layer: LayerWeights,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    workspace: Workspace,
+    pdl: bool,
+) -> None:
+    """Fill the workspace's route map and rotated rows.
+
+    x: [T, H], rows contiguous.   topk_ids: [T, k], contiguous; a value that names no expert takes
+    part in nothing, and is counted unless it is -1.
+    """
+    tokens, topk = topk_ids.shape
+    hidden, experts = layer.geometry.hidden, layer.geometry.experts
+    by_route = layer.traits.inputs == 0
+    rows = tokens * topk if by_route else tokens
+    parts = triton.cdiv(hidden // 128, BLOCKS)
+    prepare_kernel[(1 + rows * parts,)](
+        x,
+        layer.shared_scales,
+        topk_ids,
+        topk_ids if expert_map is None else expert_map,
+        workspace.rotated,
+        workspace.counts,
+        workspace.block_experts,
+        workspace.block_routes,
+        workspace.route_places,
+        x.stride(0),
+        rows,
+        tokens * topk,
+        experts if expert_map is None else len(expert_map),
+        experts,
+        HIDDEN=hidden,
+        SCALE_ROWS=layer.shared_scales.shape[1],
+        TOPK=topk,
+        BY_ROUTE=by_route,
+        INPUTS=2 if by_route else layer.traits.inputs,
+        BLOCKS=BLOCKS,
+        ROUTES=max(16, triton.next_power_of_2(tokens * topk)),
+        HAS_MAP=expert_map is not None,
+        PDL=pdl,
+        num_warps=4,
+        launch_pdl=pdl,
+    )
