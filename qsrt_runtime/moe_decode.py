@@ -96,8 +96,8 @@ def _check(
     for name, value in {**named, "expert_map": expert_map}.items():
         if value is None:
             continue
-        if not value.is_contiguous() or value.data_ptr() % 16:
-            raise ValueError(f"{name} must be contiguous and start at 16 bytes")
+        if not value.is_contiguous():
+            raise ValueError(f"{name} must be contiguous")
     if workspace.geometry != layer.geometry or workspace.rotated.dtype != x.dtype:
         raise ValueError(
             f"the workspace is for {workspace.geometry} and {workspace.rotated.dtype}, the call "

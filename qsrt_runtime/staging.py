@@ -1,35 +1,39 @@
-"""Bytes of files to a device, by way of mappings and pinned memory.
+"""Bytes of files to a device, through pinned memory, by many threads at once.
 
-One thread copies out of the page cache several times more slowly than a GPU takes a copy from
-pinned memory, so torch's own threads fill one pinned buffer together while the GPU takes the
-other: 0.86 of a plain copy from pinned memory, where threads of Python, which wait for the
-interpreter's lock, reach 0.78 at best (tests/bench/bench_reading.py).
+A GPU takes a copy from pinned memory several times faster than one thread copies out of the page
+cache, and the interpreter's lock is slow to get back among many threads: so each of them reads
+large parts and waits for their copies, letting go of the lock twice a part.
 """
 
+import ctypes
 import os
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from types import TracebackType
 
 import torch
 
 from qsrt_runtime.format.errors import FormatError
 
-THREADS = min(16, len(os.sched_getaffinity(0)))
-PART = 32 << 20  # bytes of each of the two pinned buffers
+THREADS = min(12, os.cpu_count() or 1)
+PART = 8 << 20  # bytes that a thread reads at once, into pinned memory of its own
 
 
 class Staging:
     """Reads extents of files onto one CPU or CUDA device; a context manager.
 
-    What `read` returns is filled when the block ends. A file must not be cut short before that.
+    What `read` returns is filled when the block ends.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._copies: deque[tuple[torch.Tensor, torch.Tensor]] = deque()  # mapped source, target
+        self._parts: deque[_Part] = deque()
+        self._descriptors: list[int] = []
+        self._errors: list[BaseException] = []
 
     def __enter__(self) -> "Staging":
         return self
@@ -37,15 +41,15 @@ class Staging:
     def read(self, path: Path, start: int, size: int) -> torch.Tensor:
         """Bytes [start, start + size) of a file as a [size] uint8 tensor, filled later.
 
-        Raises FormatError when the file ends before that.
+        The block ends with FormatError when the file ends before that.
         """
-        found, end = path.stat().st_size, start + size
-        if found < end:
-            raise FormatError(f"{path} ends at byte {found}, expected {end}; it was cut short")
         out = torch.empty(size, dtype=torch.uint8, device=self.device)
-        if size:
-            source = torch.from_file(str(path), shared=False, size=end, dtype=torch.uint8)
-            self._copies.append((source[start:], out))
+        descriptor = os.open(path, os.O_RDONLY)
+        self._descriptors.append(descriptor)
+        self._parts += [
+            _Part(path, descriptor, start + offset, out[offset : offset + PART])
+            for offset in range(0, size, PART)
+        ]
         return out
 
     def __exit__(
@@ -56,44 +60,74 @@ class Staging:
     ) -> None:
         try:
             if kind is None:
-                with _threads(THREADS):
-                    self._fill()
+                self._fill()
         finally:
-            self._copies.clear()
+            for descriptor in self._descriptors:
+                os.close(descriptor)
 
     def _fill(self) -> None:
-        if self.device.type == "cpu":
-            for source, target in self._parts():
-                target.copy_(source)
-            return
-        with torch.cuda.device(self.device):
-            _stage(self._parts())
+        """Read all parts."""
+        if self.device.type == "cuda":  # what had the memory before may still be running
+            torch.cuda.current_stream(self.device).synchronize()
+        started: list[Thread] = []
+        try:
+            for _ in range(min(THREADS, len(self._parts))):
+                thread = Thread(target=self._serve)
+                thread.start()
+                started.append(thread)
+            for thread in started:
+                thread.join()
+        finally:
+            self._parts.clear()  # so that an interrupt ends the threads, before files are closed
+            for thread in started:
+                thread.join()
+        if self._errors:
+            raise self._errors[0]
 
-    def _parts(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """What is to be copied; a file's mapping is gone once its last part is."""
-        while self._copies:
-            yield from zip(*(x.split(PART) for x in self._copies.popleft()), strict=True)
+    def _serve(self) -> None:
+        """Read parts until none is left."""
+        try:
+            if self.device.type == "cpu":
+                for part in self._take():
+                    _read(part, part.target)
+            else:
+                self._stage()
+        except BaseException as error:  # for the caller's thread
+            self._errors.append(error)
+            self._parts.clear()
+
+    def _take(self) -> Iterator["_Part"]:
+        """Parts that no other thread has taken."""
+        with suppress(IndexError):
+            while True:
+                yield self._parts.popleft()
+
+    def _stage(self) -> None:
+        """As _serve, by way of a pinned buffer."""
+        memory = torch.empty(PART, dtype=torch.uint8, device="cpu", pin_memory=True)
+        with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.Stream(self.device)):
+            for part in self._take():
+                buffer = memory[: len(part.target)]
+                _read(part, buffer)
+                part.target.copy_(buffer)
 
 
-def _stage(parts: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy parts, mapped to GPU, on the current stream, through two pinned buffers in turn."""
-    memory = [torch.empty(PART, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    taken = [torch.cuda.Event() for _ in memory]
-    for turn, (source, target) in enumerate(parts):
-        buffer, event = memory[turn % 2][: len(source)], taken[turn % 2]
-        event.synchronize()
-        buffer.copy_(source)
-        target.copy_(buffer, non_blocking=True)
-        event.record()
-    torch.cuda.current_stream().synchronize()
+@dataclass(frozen=True)
+class _Part:
+    """Where bytes come from and where they go."""
+
+    path: Path
+    descriptor: int
+    start: int
+    target: torch.Tensor
 
 
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """Let torch use so many threads, whatever OMP_NUM_THREADS says."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def _read(part: _Part, memory: torch.Tensor) -> None:
+    """Fill contiguous CPU memory with a part's bytes, without the interpreter's lock."""
+    array = (ctypes.c_char * memory.nbytes).from_address(memory.data_ptr())
+    view, position = memoryview(array).cast("B"), part.start
+    while len(view):
+        count = os.preadv(part.descriptor, [view], position)
+        if not count:
+            raise FormatError(f"{part.path} ends at byte {position}; it was cut short while read")
+        view, position = view[count:], position + count

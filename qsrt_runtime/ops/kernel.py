@@ -46,12 +46,12 @@ def in_fragment_order(channel):
 
 
 @triton.jit
-def first_and_last_program(num_blocks, tile, TILES: tl.constexpr, STEPS: tl.constexpr, PROGRAMS):
+def first_and_last_program(num_blocks, tile, TILES: tl.constexpr, STEPS: tl.constexpr, programs):
     """The programs of expert_gemm that share a tile's steps: two int32.
 
     Program p takes `unit` steps from p * unit on, of all tiles one after another; what it makes
     of tile t is part p + t of the partial sums.
     """
-    unit = tl.cdiv(num_blocks * TILES * STEPS, PROGRAMS)
+    unit = tl.cdiv(num_blocks * TILES * STEPS, programs)
     unit = tl.maximum(unit, 1)
     return tile * STEPS // unit, (tile * STEPS + STEPS - 1) // unit

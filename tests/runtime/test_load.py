@@ -171,14 +171,14 @@ def test_ranks_add_up(wide, world_size):  # RT-11a
 
 
 def test_a_rank_reads_its_extent_alone(wide, monkeypatch):
-    read, original = [], staging.Staging.read
+    read, original = [], staging._read
 
-    def counted(self, path, start, size):
-        read.append(size)
-        return original(self, path, start, size)
+    def counted(part, memory):
+        read.append(memory.nbytes)
+        return original(part, memory)
 
     load_package(wide)  # verifies
-    monkeypatch.setattr(staging.Staging, "read", counted)
+    monkeypatch.setattr(staging, "_read", counted)
     stride, small = load_package(wide).geometry.slot_stride(3), 2 * (3 + 2 * 3 * 3 * 128)
     for arguments, slots in (
         ({}, 56),

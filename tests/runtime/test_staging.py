@@ -1,5 +1,5 @@
 import os
-from pathlib import Path
+import time
 
 import pytest
 import torch
@@ -18,12 +18,10 @@ DEVICES = [CPU, pytest.param(torch.device("cuda", 0), marks=pytest.mark.gpu)]
 def test_bytes_arrive(tmp_path, monkeypatch, device, threads, size):
     monkeypatch.setattr(staging, "PART", 4096)
     monkeypatch.setattr(staging, "THREADS", threads)
-    before = torch.get_num_threads()
     data = os.urandom(size + 300)
     (tmp_path / "file").write_bytes(data)
     with Staging(device) as reading:
         found = [reading.read(tmp_path / "file", start, size) for start in (123, 0, 300)]
-    assert torch.get_num_threads() == before
     for start, tensor in zip((123, 0, 300), found, strict=True):
         assert (tensor.device, tensor.dtype, tensor.shape) == (device, torch.uint8, (size,))
         assert bytes(tensor.tolist()) == data[start : start + size]
@@ -32,26 +30,51 @@ def test_bytes_arrive(tmp_path, monkeypatch, device, threads, size):
 @pytest.mark.parametrize("device", DEVICES, ids=str)
 def test_file_that_ends_too_early(tmp_path, device):
     (tmp_path / "file").write_bytes(bytes(1000))
-    ends = pytest.raises(FormatError, match=r"file ends at byte 1000, expected 1001; it was")
+    ends = pytest.raises(FormatError, match=r"file ends at byte 1000; it was cut short")
     with ends, Staging(device) as reading:
         reading.read(tmp_path / "file", 0, 1000)
         reading.read(tmp_path / "file", 10, 991)
 
 
-def test_files_and_mappings_are_closed(tmp_path):
+def test_files_are_closed(tmp_path):
     (tmp_path / "file").write_bytes(bytes(1000))
-
-    def held():
-        mapped = Path("/proc/self/maps").read_text()
-        return os.listdir("/proc/self/fd"), str(tmp_path) in mapped
-
-    before = held()
+    before = os.listdir("/proc/self/fd")
     with Staging(CPU) as reading:
         reading.read(tmp_path / "file", 0, 1000)
-    assert held() == before
+    assert os.listdir("/proc/self/fd") == before
     with pytest.raises(FileNotFoundError), Staging(CPU) as reading:
         reading.read(tmp_path / "file", 0, 1000)
         reading.read(tmp_path / "missing", 0, 1)
     with pytest.raises(FormatError), Staging(CPU) as reading:
         reading.read(tmp_path / "file", 0, 1001)
-    assert held() == before
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_an_interrupt_waits_for_the_readers(tmp_path, monkeypatch):
+    """No thread reads from a descriptor that is closed, and perhaps opened anew."""
+    (tmp_path / "file").write_bytes(bytes(100 * 4096))
+    monkeypatch.setattr(staging, "PART", 4096)
+    monkeypatch.setattr(staging, "THREADS", 3)
+    started, errors, original = [], [], staging._read
+
+    class Interrupted(staging.Thread):
+        def start(self):
+            if len(started) == 2:
+                raise KeyboardInterrupt
+            started.append(self)
+            super().start()
+
+    def slow(part, memory):
+        time.sleep(0.01)
+        try:
+            original(part, memory)
+        except BaseException as error:
+            errors.append(error)
+
+    monkeypatch.setattr(staging, "Thread", Interrupted)
+    monkeypatch.setattr(staging, "_read", slow)
+    with pytest.raises(KeyboardInterrupt), Staging(CPU) as reading:
+        reading.read(tmp_path / "file", 0, 100 * 4096)
+    assert len(started) == 2
+    assert not any(thread.is_alive() for thread in started)
+    assert errors == []

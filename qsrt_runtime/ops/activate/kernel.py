@@ -37,7 +37,7 @@ def activate(gate, up, is_situ, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr):
     return kept * _sigmoid(gate) * linear
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["programs"], do_not_specialize_on_alignment=["weights"])
 def activate_kernel(
     partial,
     slab,
@@ -47,7 +47,7 @@ def activate_kernel(
     block_experts,
     route_places,
     out,
-    PROGRAMS,
+    programs,
     HIDDEN: tl.constexpr,
     BUNDLE: tl.constexpr,
     SLOT_STRIDE: tl.constexpr,
@@ -71,9 +71,7 @@ def activate_kernel(
     block, place = at // PLACES, at % PLACES
     expert = tl.load(block_experts + block).to(tl.int64)
     tile = block * PAIRS + pair
-    first, last = first_and_last_program(
-        tl.load(num_blocks), tile, PAIRS, HIDDEN // 64, PROGRAMS
-    )
+    first, last = first_and_last_program(tl.load(num_blocks), tile, PAIRS, HIDDEN // 64, programs)
     channel = tl.arange(0, 256)  # of the pair: low record, then high
     gate = tl.zeros((256,), tl.float32)
     up = tl.zeros((256,), tl.float32)

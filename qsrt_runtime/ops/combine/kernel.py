@@ -12,7 +12,7 @@ from qsrt_runtime.ops.kernel import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["programs"], do_not_specialize_on_alignment=["weights", "out"])
 def combine_kernel(
     partial,
     scales,
@@ -21,7 +21,7 @@ def combine_kernel(
     block_experts,
     route_places,
     out,
-    PROGRAMS,
+    programs,
     HIDDEN: tl.constexpr,
     TILES: tl.constexpr,
     STEPS: tl.constexpr,
@@ -50,7 +50,7 @@ def combine_kernel(
         weight = tl.load(weights + route, mask=mask, other=0).to(tl.float32)
     inside = tl.arange(0, 128)
     tile = block * TILES + group // (COLUMNS // 128)
-    first, last = first_and_last_program(tl.load(num_blocks), tile, TILES, STEPS, PROGRAMS)
+    first, last = first_and_last_program(tl.load(num_blocks), tile, TILES, STEPS, programs)
     column = group % (COLUMNS // 128) * 128 + inside
     total = tl.zeros((CHOICES, 128), tl.float32)
     number, most = 0, tl.max(last - first, 0)

@@ -93,7 +93,7 @@ def _decode(
     return tl.load(labels + (bits - 2) * _STATES + state)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer", "first_pair", "matrix_rows"])
 def plain_kernel(
     x,
     slab,
@@ -144,7 +144,9 @@ def plain_kernel(
         step = first
         while step < last:
             depth = step * 64 + tl.arange(0, 64)
-            source = x + row.to(tl.int64)[:, None] * (STEPS * 64) + in_fragment_order(depth)[None, :]
+            source = (
+                x + row.to(tl.int64)[:, None] * (STEPS * 64) + in_fragment_order(depth)[None, :]
+            )
             rows = tl.load(source, mask=(route >= 0)[:, None], other=0)
             weights = _decode(
                 slab,
@@ -252,7 +254,7 @@ def _row(source, held):
     return x0, x1, x2, x3
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["layer", "first_pair", "matrix_rows"])
 def warps_kernel(
     x,
     slab,

@@ -108,7 +108,7 @@ def _product(sums: str, weights: Sequence[str], rows: tuple[str, str], is_bfloat
 
 
 def _with_sums(body: list[str], first: int) -> str:
-    """A block around products; the sums come in as operands first to first + 3, go out as 0 to 3."""
+    """A block around products: sums come in as operands first to first + 3, go out as 0 to 3."""
     copies = " ".join(f"mov.f32 c{i},${first + i};" for i in range(4))
     results = " ".join(f"mov.f32 ${i},c{i};" for i in range(4))
     registers = ".reg .b32 a0,a1,a2,a3; .reg .f32 c0,c1,c2,c3;"

@@ -99,7 +99,10 @@ def _rotate_rows(
         tl.store(target + in_fragment_order(channel), rotated, mask=mask)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["stride_x", "num_rows", "num_routes", "num_ids", "num_experts"],
+    do_not_specialize_on_alignment=["x", "ids", "expert_map"],
+)
 def prepare_kernel(
     x,
     scales,

@@ -1,0 +1,214 @@
+"""Decoding a few tokens: moe_decode against a bfloat16 layer of the same shape, in one run.
+
+    python tests/bench/bench_decode.py [--shapes fruit,qwen30b,glm,mixtral] [--tokens 1,2,4,8,16]
+                                       [--parts] [--no-baseline]
+
+Layers of random words. Every figure is the median of CUDA graph replays over several sets of
+inputs, whose experts together are larger than L2, in microseconds a layer. Both sides take hidden
+states, ids and weights. Each shape is first checked against the reference.
+"""
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from qsrt_runtime import moe_decode as decode
+from qsrt_runtime.format.geometry import Geometry
+from qsrt_runtime.moe_decode import moe_decode, ways
+from qsrt_runtime.moe_reference import moe_forward_reference
+from qsrt_runtime.ops import expert_gemm as expert_gemms
+from qsrt_runtime.ops.activate import activate
+from qsrt_runtime.ops.expert_gemm import expert_gemm, ptx
+from qsrt_runtime.ops.prepare import prepare
+from qsrt_runtime.weights import LayerWeights, traits_of
+from qsrt_runtime.workspace import Workspace, make_workspace
+
+SHAPES = {  # H, I, E, top-k
+    "fruit": (1024, 512, 256, 8),
+    "qwen30b": (2048, 768, 128, 8),
+    "glm": (6144, 2048, 32, 8),
+    "mixtral": (4096, 14336, 8, 2),
+}
+DEVICE = torch.device("cuda")
+REPEATS = 15
+Call = Callable[[], object]
+
+
+def random_layer(geometry: Geometry, codes: torch.Tensor | None = None) -> LayerWeights:
+    """A layer of random words, with finite scales that all experts share; on the GPU."""
+    experts, hidden, size = geometry.experts, geometry.hidden, geometry.bundle_bytes
+    generator = torch.Generator(DEVICE).manual_seed(0)
+
+    def scales(*shape: int) -> torch.Tensor:
+        draw = torch.rand(shape, generator=generator, device=DEVICE) + 0.5
+        return (draw * (draw * 1024 % 2 - 1).sign() / 16).half()
+
+    shape = (geometry.slots, geometry.slot_stride(experts) // 4)
+    words = torch.randint(-(2**31), 2**31 - 1, shape, generator=generator, device=DEVICE)
+    atoms = words.int().view(torch.uint8)
+    for expert in range(experts):
+        local = slice(expert * size + 36 * hidden, (expert + 1) * size)
+        atoms[:, local] = scales(geometry.slots, 96).view(torch.uint8)
+    shared = scales(3, 1, hidden)
+    shared[1] = shared[0]
+    shared = shared.expand(3, experts, hidden).contiguous()
+    if codes is None:
+        codes = torch.zeros(experts, dtype=torch.uint8)
+    codes = codes.to(DEVICE)
+    plain = torch.zeros(experts, dtype=torch.uint8, device=DEVICE)
+    slots = range(geometry.slots)
+    return LayerWeights(
+        0, geometry, slots, codes, shared, atoms, plain, traits=traits_of(shared, codes)
+    )
+
+
+def routings(tokens: int, experts: int, topk: int, sets: int) -> list[tuple[torch.Tensor, ...]]:
+    """Ids and weights; consecutive tokens take experts that others have not had, if they can."""
+    generator = torch.Generator().manual_seed(0)
+    found, left = [], []
+    for _ in range(sets):
+        rows = []
+        for _ in range(tokens):
+            if tokens * topk > experts or len(left) < topk:
+                left = torch.randperm(experts, generator=generator).tolist()
+            rows.append(left[:topk])
+            left = left[topk:]
+        weights = torch.rand(tokens, topk, generator=generator) + 0.1
+        weights /= weights.sum(1, keepdim=True)
+        found.append((torch.tensor(rows, dtype=torch.int32, device=DEVICE), weights.to(DEVICE)))
+    return found
+
+
+def graph_us(calls: list[Call], repeats: int = REPEATS) -> float:
+    """Median microseconds of one call, in replays of a graph of all."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(1e3 * start.elapsed_time(end) / len(calls))
+    return statistics.median(times)
+
+
+def check(
+    layer: LayerWeights, topk: int, workspace: Workspace, tokens: int, dtype: torch.dtype
+) -> float:
+    """Relative error against the reference in float32; and two calls are the same to the bit."""
+    ids, weights = routings(tokens, layer.geometry.experts, topk, 1)[0]
+    x = torch.randn(tokens, layer.geometry.hidden, device=DEVICE, dtype=dtype)
+    for value in (workspace.rotated, workspace.middle, workspace.partial):
+        value.fill_(float("nan"))
+    outs = [moe_decode(x, layer, ids, weights, workspace, torch.empty_like(x)) for _ in range(2)]
+    if not torch.equal(*outs):
+        raise SystemExit("two calls differ")
+    expected = moe_forward_reference(x.float(), layer, ids, weights)
+    return ((outs[0].float() - expected).norm() / expected.norm()).item()
+
+
+def calls_of(layer: LayerWeights, topk: int, workspace: Workspace, tokens: int) -> list[Call]:
+    sets = max(2, min(16, 64 // tokens))
+    calls = []
+    for ids, weights in routings(tokens, layer.geometry.experts, topk, sets):
+        x = torch.randn(tokens, layer.geometry.hidden, device=DEVICE, dtype=torch.bfloat16)
+        out = torch.empty_like(x)
+        calls.append(lambda x=x, i=ids, w=weights, o=out: moe_decode(x, layer, i, w, workspace, o))
+    return calls
+
+
+def parts_of(
+    layer: LayerWeights, topk: int, workspace: Workspace, tokens: int
+) -> dict[str, list[Call]]:
+    """The first 1, 2, 3 and 4 launches."""
+    warps, pdl = ways(DEVICE)
+    how = {"warps": warps, "pdl": pdl}
+    found: dict[str, list[Call]] = {"prepare": [], "gate and up": [], "activate": [], "down": []}
+    for ids, _ in routings(tokens, layer.geometry.experts, topk, max(2, min(16, 64 // tokens))):
+        x = torch.randn(tokens, layer.geometry.hidden, device=DEVICE, dtype=torch.bfloat16)
+        launches: list[Call] = [
+            lambda x=x, i=ids: prepare(x, layer, i, None, workspace, pdl),
+            lambda: expert_gemm(workspace.rotated, layer, workspace, topk, 0, down=False, **how),
+            lambda: activate(layer, None, tokens * topk, workspace, pdl),
+            lambda: expert_gemm(workspace.middle, layer, workspace, 1, 0, down=True, **how),
+        ]
+        for number, name in enumerate(found):
+            some = launches[: number + 1]
+            found[name].append(lambda some=some: [launch() for launch in some])
+    return found
+
+
+def bench(name: str, tokens: list[int], with_parts: bool) -> None:
+    hidden, intermediate, experts, topk = SHAPES[name]
+    geometry = Geometry(hidden, intermediate, experts)
+    layer = random_layer(geometry)
+    workspace = make_workspace(geometry, topk, 16, torch.bfloat16, DEVICE)
+    for count in tokens:
+        error = check(layer, topk, workspace, count, torch.bfloat16)
+        us = graph_us(calls_of(layer, topk, workspace, count))
+        say(f"{name:8} M={count:<2} {us:7.1f} us, relative error {error:.2e}")
+        if with_parts:
+            parts = parts_of(layer, topk, workspace, count)
+            say("  up to " + ", ".join(f"{k} {graph_us(v):.1f}" for k, v in parts.items()))
+
+
+def bench_variants(name: str, tokens: list[int]) -> None:
+    """Shares of pairs decoded by arithmetic, and launches that do not overlap."""
+    hidden, intermediate, experts, topk = SHAPES[name]
+    geometry = Geometry(hidden, intermediate, experts)
+    layer = random_layer(geometry)
+    workspace = make_workspace(geometry, topk, 16, torch.bfloat16, DEVICE)
+    for count in tokens:
+        found = []
+        for share in (2, 3, 4, 5):
+            expert_gemms._step = partial(ptx.step, share)
+            us = graph_us(calls_of(layer, topk, workspace, count), 7)
+            found.append(f"{share} of 16 by arithmetic {us:.1f}")
+        expert_gemms._step = partial(ptx.step, expert_gemms.ARITHMETIC)
+        with patch.object(decode, "ways", lambda _device: (True, False)):
+            us = graph_us(calls_of(layer, topk, workspace, count), 7)
+        found.append(f"launches one after another {us:.1f}")
+        with patch.object(decode, "ways", lambda _device: (False, True)):
+            us = graph_us(calls_of(layer, topk, workspace, count), 7)
+        found.append(f"plain {us:.1f}")
+        say(f"{name:8} M={count:<2} " + ", ".join(found))
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--tokens", default="1,2,4,8,16")
+    parser.add_argument("--parts", action="store_true")
+    parser.add_argument("--variants", action="store_true")
+    arguments = parser.parse_args()
+    tokens = [int(count) for count in arguments.tokens.split(",")]
+    for name in arguments.shapes.split(","):
+        if arguments.variants:
+            bench_variants(name, tokens)
+        else:
+            bench(name, tokens, arguments.parts)
+
+
+if __name__ == "__main__":
+    main()
