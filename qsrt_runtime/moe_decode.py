@@ -50,6 +50,8 @@ def moe_decode(
     expert_gemm(
         workspace.rotated,
         layer,
+        topk_ids,
+        expert_map,
         workspace,
         1 if by_route else topk,
         0 if layer.traits.inputs == 1 else rows,
@@ -57,9 +59,20 @@ def moe_decode(
         warps=warps,
         pdl=pdl,
     )
-    activate(layer, before, tokens * topk, workspace, pdl)
-    expert_gemm(workspace.middle, layer, workspace, 1, 0, down=True, warps=warps, pdl=pdl)
-    combine(layer, after, topk, workspace, out, pdl)
+    activate(layer, topk_ids, expert_map, before, workspace, pdl)
+    expert_gemm(
+        workspace.middle,
+        layer,
+        topk_ids,
+        expert_map,
+        workspace,
+        1,
+        0,
+        down=True,
+        warps=warps,
+        pdl=pdl,
+    )
+    combine(layer, topk_ids, expert_map, after, workspace, out, pdl)
     return out
 
 

@@ -9,7 +9,7 @@ from qsrt_runtime.format.geometry import Geometry
 MAX_TOKENS = 16  # of one call of moe_decode
 PLACES = 8  # routes of a block, which share a decoded weight
 COLUMNS = 512  # of a tile of a product
-_PLAIN_PROGRAMS = 4  # where there is no GPU, whose multiprocessors decide
+_PLAIN_PROGRAMS = 3  # where there is no GPU, whose multiprocessors decide
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,35 @@
-"""Device functions that several launches share."""
+"""Device functions that several launches share.
+
+Each launch waits for the one before and only then lets the next one start: what a launch reads
+before it waits must have been there before the launch before it.
+"""
 
 import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
 PLACES = tl.constexpr(8)  # routes of a block: the columns of a tensor core's B fragment
-COLUMNS = tl.constexpr(512)  # of a tile of the product: 32 strips of 16
+COLUMNS = tl.constexpr(512)  # of a tile of a product: 32 strips of 16
 
 
 @triton.jit
 def wait_for_previous(PDL: tl.constexpr):
-    """Let the next launch start, and wait until the one before has written all it writes."""
+    """Wait until the launch before has written all it writes, and let the next one start."""
     if PDL:
-        cuda.gdc_launch_dependents()
         cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def expert_of(ids, expert_map, route, mask, num_ids, num_experts, HAS_MAP: tl.constexpr):
+    """The expert of a route, -1 for none, int32; and whether what stands there is out of range."""
+    expert = tl.load(ids + route, mask=mask, other=-1).to(tl.int64)
+    wrong = (expert < -1) | (expert >= num_ids)
+    if HAS_MAP:
+        known = (expert >= 0) & (expert < num_ids)
+        expert = tl.load(expert_map + expert, mask=mask & known, other=-1).to(tl.int64)
+        wrong |= (expert < -1) | (expert >= num_experts)
+    return tl.where(wrong, -1, expert).to(tl.int32), wrong & mask
 
 
 @triton.jit
@@ -52,6 +68,5 @@ def first_and_last_program(num_blocks, tile, TILES: tl.constexpr, STEPS: tl.cons
     Program p takes `unit` steps from p * unit on, of all tiles one after another; what it makes
     of tile t is part p + t of the partial sums.
     """
-    unit = tl.cdiv(num_blocks * TILES * STEPS, programs)
-    unit = tl.maximum(unit, 1)
+    unit = tl.maximum(tl.cdiv(num_blocks * TILES * STEPS, programs), 1)
     return tile * STEPS // unit, (tile * STEPS + STEPS - 1) // unit

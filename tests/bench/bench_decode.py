@@ -144,9 +144,13 @@ def parts_of(
         x = torch.randn(tokens, layer.geometry.hidden, device=DEVICE, dtype=torch.bfloat16)
         launches: list[Call] = [
             lambda x=x, i=ids: prepare(x, layer, i, None, workspace, pdl),
-            lambda: expert_gemm(workspace.rotated, layer, workspace, topk, 0, down=False, **how),
-            lambda: activate(layer, None, tokens * topk, workspace, pdl),
-            lambda: expert_gemm(workspace.middle, layer, workspace, 1, 0, down=True, **how),
+            lambda i=ids: expert_gemm(
+                workspace.rotated, layer, i, None, workspace, topk, 0, down=False, **how
+            ),
+            lambda i=ids: activate(layer, i, None, None, workspace, pdl),
+            lambda i=ids: expert_gemm(
+                workspace.middle, layer, i, None, workspace, 1, 0, down=True, **how
+            ),
         ]
         for number, name in enumerate(found):
             some = launches[: number + 1]
@@ -166,6 +170,16 @@ def bench(name: str, tokens: list[int], with_parts: bool) -> None:
         if with_parts:
             parts = parts_of(layer, topk, workspace, count)
             say("  up to " + ", ".join(f"{k} {graph_us(v):.1f}" for k, v in parts.items()))
+
+
+def compile_all(name: str) -> None:
+    """Fill Triton's cache, so that shapes can be compiled by several processes."""
+    hidden, intermediate, experts, topk = SHAPES[name]
+    layer = random_layer(Geometry(hidden, intermediate, experts))
+    workspace = make_workspace(layer.geometry, topk, 16, torch.bfloat16, DEVICE)
+    for count in (1, 2, 4, 8, 16):
+        calls_of(layer, topk, workspace, count)[0]()
+    torch.cuda.synchronize()
 
 
 def bench_variants(name: str, tokens: list[int]) -> None:
@@ -201,10 +215,13 @@ def main() -> None:
     parser.add_argument("--tokens", default="1,2,4,8,16")
     parser.add_argument("--parts", action="store_true")
     parser.add_argument("--variants", action="store_true")
+    parser.add_argument("--compile", action="store_true", help="run everything once, untimed")
     arguments = parser.parse_args()
     tokens = [int(count) for count in arguments.tokens.split(",")]
     for name in arguments.shapes.split(","):
-        if arguments.variants:
+        if arguments.compile:
+            compile_all(name)
+        elif arguments.variants:
             bench_variants(name, tokens)
         else:
             bench(name, tokens, arguments.parts)

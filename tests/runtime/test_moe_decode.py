@@ -34,7 +34,7 @@ def random_layer(geometry, device, *, codes=None, sides="one", layer=1, seed=0, 
 
     def scales(*shape):
         draw = torch.randn(shape, generator=generator)
-        return ((0.5 + draw.abs()) * draw.sign() / 16).half()
+        return ((0.5 + draw.abs()) * draw.sign() / 4).half()
 
     shape = (geometry.slots, geometry.slot_stride(experts))
     atoms = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)

@@ -10,33 +10,42 @@ from qsrt_runtime.workspace import Workspace
 
 def activate(
     layer: LayerWeights,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
     weights: torch.Tensor | None,
-    routes: int,
     workspace: Workspace,
     pdl: bool,
 ) -> None:
     """Sums of gate and up, rotation, scales, activation, scales, rotation: rows for down.
 
-    weights: [T, k], factors of gate and up, or None.   routes: T k.
+    weights: [T, k], factors of gate and up, or None.
     """
-    pairs = len(layer.slots) // 8
-    activate_kernel[(routes, pairs)](
+    pairs, experts = len(layer.slots) // 8, layer.geometry.experts
+    activate_kernel[(topk_ids.numel(), pairs)](
         workspace.partial,
         layer.atoms,
         layer.activations,
         layer.activations if weights is None else weights,
+        topk_ids,
+        topk_ids if expert_map is None else expert_map,
         workspace.counts,
         workspace.block_experts,
         workspace.route_places,
         workspace.middle,
         workspace.programs,
+        experts if expert_map is None else len(expert_map),
+        experts,
         HIDDEN=layer.geometry.hidden,
         BUNDLE=layer.geometry.bundle_bytes,
         SLOT_STRIDE=layer.atoms.shape[1],
         PAIRS=pairs,
+        TOPK=topk_ids.shape[1],
         BETA=SITU_BETA,
         LINEAR_BETA=SITU_LINEAR_BETA,
         WEIGH=weights is not None,
+        SINGLE=len(topk_ids) == 1,
+        PARTS=8 if len(topk_ids) == 1 else 2,
+        HAS_MAP=expert_map is not None,
         PDL=pdl,
         num_warps=4,
         launch_pdl=pdl,

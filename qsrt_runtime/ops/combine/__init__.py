@@ -10,8 +10,9 @@ from qsrt_runtime.workspace import COLUMNS, Workspace
 
 def combine(
     layer: LayerWeights,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
     weights: torch.Tensor | None,
-    topk: int,
     workspace: Workspace,
     out: torch.Tensor,
     pdl: bool,
@@ -20,16 +21,20 @@ def combine(
 
     weights: [T, k], factors of the routes' results, or None.   out: [T, H], contiguous.
     """
-    hidden = layer.geometry.hidden
+    hidden, experts, topk = layer.geometry.hidden, layer.geometry.experts, topk_ids.shape[1]
     combine_kernel[(len(out), hidden // 128)](
         workspace.partial,
         layer.shared_scales[2],
         layer.activations if weights is None else weights,
+        topk_ids,
+        topk_ids if expert_map is None else expert_map,
         workspace.counts,
         workspace.block_experts,
         workspace.route_places,
         out,
         workspace.programs,
+        experts if expert_map is None else len(expert_map),
+        experts,
         HIDDEN=hidden,
         TILES=-(-hidden // COLUMNS),
         STEPS=len(layer.slots) // 2,
@@ -37,6 +42,9 @@ def combine(
         CHOICES=triton.next_power_of_2(topk),
         BY_ROUTE=layer.traits.inputs == 0,
         WEIGH=weights is not None,
+        SINGLE=len(topk_ids) == 1,
+        PARTS=8 if len(topk_ids) == 1 else 2,
+        HAS_MAP=expert_map is not None,
         PDL=pdl,
         num_warps=4,
         launch_pdl=pdl,

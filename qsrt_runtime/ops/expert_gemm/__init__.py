@@ -18,6 +18,8 @@ ARITHMETIC = 4  # of a lane's 16 pairs; best of 2 to 5 on an H200
 def expert_gemm(
     rows: torch.Tensor,
     layer: LayerWeights,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
     workspace: Workspace,
     divisor: int,
     matrix_rows: int,
@@ -40,6 +42,9 @@ def expert_gemm(
         "TILES": -(-geometry.hidden // COLUMNS) if down else pairs,
         "STEPS": 4 * pairs if down else geometry.hidden // 64,
         "DIVISOR": divisor,
+        "TOPK": topk_ids.shape[1],
+        "SINGLE": len(topk_ids) == 1,
+        "HAS_MAP": expert_map is not None,
         "DOWN": down,
         "UNIFORM": layer.traits.uniform,
         "PDL": pdl,
@@ -49,6 +54,8 @@ def expert_gemm(
         layer.atoms.view(torch.int32),
         labels(rows.dtype, rows.device),
         layer.format_codes,
+        topk_ids,
+        topk_ids if expert_map is None else expert_map,
         workspace.counts,
         workspace.block_experts,
         workspace.block_routes,
@@ -56,6 +63,8 @@ def expert_gemm(
         layer.layer,
         layer.slots.start // 8,
         matrix_rows,
+        geometry.experts if expert_map is None else len(expert_map),
+        geometry.experts,
     )
     if not warps:
         grid = (workspace.programs, COLUMNS // WIDTH)

@@ -15,7 +15,13 @@ import triton
 import triton.language as tl
 
 from qsrt_runtime.ops.expert_gemm import ptx
-from qsrt_runtime.ops.kernel import COLUMNS, PLACES, in_fragment_order, wait_for_previous
+from qsrt_runtime.ops.kernel import (
+    COLUMNS,
+    PLACES,
+    expert_of,
+    in_fragment_order,
+    wait_for_previous,
+)
 
 _STATES = tl.constexpr(65536)
 _COPY, _COPIED = tl.constexpr(ptx.COPY), tl.constexpr(ptx.COPIED)
@@ -33,6 +39,21 @@ def _low_bits(codes, expert, pair, layer, PAIRS: tl.constexpr, DOWN: tl.constexp
         mode = code >> 4
     shift = (5 * expert + layer) % PAIRS
     return tl.where((pair - shift + PAIRS) % PAIRS < mode, 2, 3)
+
+
+@triton.jit
+def _block(
+    ids, expert_map, block_experts, block_routes, block, place, num_ids, num_experts,
+    SINGLE: tl.constexpr, HAS_MAP: tl.constexpr,
+):  # fmt: skip
+    """The expert of a block, and the routes at some of its places, -1 for none."""
+    if SINGLE:
+        expert, _ = expert_of(ids, expert_map, block, True, num_ids, num_experts, HAS_MAP)
+        route = tl.where((place == 0) & (expert >= 0), block, -1)
+        return tl.maximum(expert, 0), route
+    expert = tl.load(block_experts + block)
+    route = tl.load(block_routes + block * PLACES + place, mask=place < PLACES, other=-1)
+    return expert, route
 
 
 @triton.jit
@@ -93,19 +114,26 @@ def _decode(
     return tl.load(labels + (bits - 2) * _STATES + state)
 
 
-@triton.jit(do_not_specialize=["layer", "first_pair", "matrix_rows"])
+@triton.jit(
+    do_not_specialize=["layer", "first_pair", "matrix_rows", "num_ids", "num_experts"],
+    do_not_specialize_on_alignment=["ids", "expert_map"],
+)
 def plain_kernel(
     x,
     slab,
     labels,
     codes,
-    num_blocks,
+    ids,
+    expert_map,
+    counts,
     block_experts,
     block_routes,
     out,
     layer,
     first_pair,
     matrix_rows,
+    num_ids,
+    num_experts,
     HIDDEN: tl.constexpr,
     BUNDLE: tl.constexpr,
     SLOT_STRIDE: tl.constexpr,
@@ -113,8 +141,11 @@ def plain_kernel(
     TILES: tl.constexpr,
     STEPS: tl.constexpr,
     DIVISOR: tl.constexpr,
+    TOPK: tl.constexpr,
     DOWN: tl.constexpr,
     UNIFORM: tl.constexpr,
+    SINGLE: tl.constexpr,
+    HAS_MAP: tl.constexpr,
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -127,7 +158,9 @@ def plain_kernel(
     program = tl.program_id(0)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     place = tl.arange(0, 16)  # twice PLACES: what tl.dot takes at least
-    total = tl.load(num_blocks) * TILES * STEPS
+    total = TOPK * TILES * STEPS
+    if not SINGLE:
+        total = tl.load(counts) * TILES * STEPS
     unit = tl.cdiv(total, tl.num_programs(0))
     position, end = program * unit, tl.minimum(program * unit + unit, total)
     while position < end:
@@ -135,8 +168,18 @@ def plain_kernel(
         first = position % STEPS
         last = tl.minimum(STEPS, first + end - position)
         block, part = tile // TILES, tile % TILES
-        expert = tl.load(block_experts + block)
-        route = tl.load(block_routes + block * PLACES + place, mask=place < PLACES, other=-1)
+        expert, route = _block(
+            ids,
+            expert_map,
+            block_experts,
+            block_routes,
+            block,
+            place,
+            num_ids,
+            num_experts,
+            SINGLE,
+            HAS_MAP,
+        )
         row = tl.maximum(route, 0) // DIVISOR
         if not DOWN:
             row += matrix_rows * (tl.program_id(1) * WIDTH // 256)
@@ -241,6 +284,59 @@ def _other_step(
 
 
 @triton.jit
+def _step(
+    w0, w1, w2, w3, x0, x1, x2, x3, x4, x5, x6, x7, c0, c1, c2, c3, STEP: tl.constexpr
+):  # fmt: skip
+    """A step at 3 bits."""
+    return tl.inline_asm_elementwise(
+        STEP,
+        _STEP_WORDS,
+        [w0, w1, w2, w3, x0, x1, x2, x3, x4, x5, x6, x7, c0, c1, c2, c3],
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+def _from_lane(value, lane):
+    """What another lane of the warp has."""
+    return tl.inline_asm_elementwise(
+        _NEIGHBOUR, "=r,r,r", [value, lane], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _first_words(
+    slab, strip, group, quarter, expert, position, HIDDEN: tl.constexpr, BUNDLE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr, TILES: tl.constexpr, STEPS: tl.constexpr, DOWN: tl.constexpr,
+    UNIFORM: tl.constexpr,
+):  # fmt: skip
+    """Where a lane's words of a position's step are, whether there are any, and how far on the
+    next step's; without the parts that depend on a pair's bits unless all are of 3.
+    """
+    part, step = position // STEPS % TILES, position % STEPS
+    words = slab + expert.to(tl.int64) * (BUNDLE // 4)
+    if DOWN:
+        hidden_tile = part * 32 + strip
+        there = hidden_tile < HIDDEN // 16
+        slot = 2 * step + (quarter >> 1)
+        words += 6 * HIDDEN + slot.to(tl.int64) * (SLOT_STRIDE // 4)
+        side = quarter & 1
+        advance: tl.constexpr = 2 * SLOT_STRIDE // 4
+    else:
+        hidden_tile = step * 4 + quarter
+        there = strip >= 0
+        slot = part * 8 + (strip & 7)
+        words += (strip >> 4) * (3 * HIDDEN) + slot.to(tl.int64) * (SLOT_STRIDE // 4)
+        side = (strip >> 3) & 1
+        advance: tl.constexpr = 96 if UNIFORM else 0
+    if UNIFORM:
+        words += side * (HIDDEN // 16 * 24) + hidden_tile * 24 + group * 3
+    return words, there, advance
+
+
+@triton.jit
 def _row(source, held):
     """Eight words of a tile's rows, zeros where the place is empty."""
     x0, x1, x2, x3 = tl.inline_asm_elementwise(
@@ -254,19 +350,26 @@ def _row(source, held):
     return x0, x1, x2, x3
 
 
-@triton.jit(do_not_specialize=["layer", "first_pair", "matrix_rows"])
+@triton.jit(
+    do_not_specialize=["layer", "first_pair", "matrix_rows", "num_ids", "num_experts"],
+    do_not_specialize_on_alignment=["ids", "expert_map"],
+)
 def warps_kernel(
     x,
     slab,
     labels,
     codes,
-    num_blocks,
+    ids,
+    expert_map,
+    counts,
     block_experts,
     block_routes,
     out,
     layer,
     first_pair,
     matrix_rows,
+    num_ids,
+    num_experts,
     HIDDEN: tl.constexpr,
     BUNDLE: tl.constexpr,
     SLOT_STRIDE: tl.constexpr,
@@ -274,8 +377,11 @@ def warps_kernel(
     TILES: tl.constexpr,
     STEPS: tl.constexpr,
     DIVISOR: tl.constexpr,
+    TOPK: tl.constexpr,
     DOWN: tl.constexpr,
     UNIFORM: tl.constexpr,
+    SINGLE: tl.constexpr,
+    HAS_MAP: tl.constexpr,
     STEP: tl.constexpr,
     PRODUCTS: tl.constexpr,
     PDL: tl.constexpr,
@@ -288,112 +394,109 @@ def warps_kernel(
     strip, lane = thread >> 5, thread & 31
     group, quarter = lane >> 2, lane & 3
     _copy_labels(labels, thread, layer)
-    wait_for_previous(PDL)
-    tl.inline_asm_elementwise(_COPIED, "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1)
-    tl.debug_barrier()
+    # Of gate and up of several tokens the launch before makes the map; else it is there.
+    if not (SINGLE or DOWN):
+        wait_for_previous(PDL)
     program = tl.program_id(0)
-    total = tl.load(num_blocks) * TILES * STEPS
+    total = TOPK * TILES * STEPS
+    if not SINGLE:
+        total = tl.load(counts) * TILES * STEPS
     unit = tl.cdiv(total, tl.num_programs(0))
     position, end = program * unit, tl.minimum(program * unit + unit, total)
     x = x.to(tl.pointer_type(tl.int32))
-    side = (quarter & 1) if DOWN else ((strip >> 3) & 1)
+    before = (lane - 4) & 31
+    expert, route = _block(
+        ids, expert_map, block_experts, block_routes,
+        tl.minimum(position, total - 1) // (STEPS * TILES), group, num_ids, num_experts,
+        SINGLE, HAS_MAP,
+    )  # fmt: skip
+    words, there, advance = _first_words(
+        slab, strip, group, quarter, expert, position, HIDDEN, BUNDLE, SLOT_STRIDE,
+        TILES, STEPS, DOWN, UNIFORM,
+    )  # fmt: skip
+    if UNIFORM:
+        more = there & (position < end)
+        n1 = tl.load(words, mask=more, other=0, cache_modifier=".cg")
+        n2 = tl.load(words + 1, mask=more, other=0, cache_modifier=".cg")
+        n3 = tl.load(words + 2, mask=more, other=0, cache_modifier=".cg")
+    if SINGLE or DOWN:
+        wait_for_previous(PDL)
+    tl.inline_asm_elementwise(_COPIED, "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1)
+    tl.debug_barrier()
     while position < end:
         tile = position // STEPS
         first = position % STEPS
         last = tl.minimum(STEPS, first + end - position)
-        block, part = tile // TILES, tile % TILES
-        expert = tl.load(block_experts + block)
-        route = tl.load(block_routes + block * PLACES + group)
+        part = tile % TILES
         held = (route >= 0).to(tl.int32)
         row = tl.maximum(route, 0) // DIVISOR
         if not DOWN:
             row += matrix_rows * (strip >> 4)
         source = x + row.to(tl.int64) * (STEPS * 32) + (first * 4 + quarter) * 8
-        words = slab + expert.to(tl.int64) * (BUNDLE // 4)
-        there = thread >= 0
-        if DOWN:
-            hidden_tile = part * 32 + strip
-            there = hidden_tile < HIDDEN // 16
-            slot = 2 * first + (quarter >> 1)
-            words += 6 * HIDDEN + slot.to(tl.int64) * (SLOT_STRIDE // 4)
-            advance: tl.constexpr = 2 * SLOT_STRIDE // 4
-        else:
-            hidden_tile = first * 4 + quarter
-            slot = part * 8 + (strip & 7)
-            words += (strip >> 4) * (3 * HIDDEN) + slot.to(tl.int64) * (SLOT_STRIDE // 4)
-            advance: tl.constexpr = 96
+        # What the next tile needs, on its way while this one is at work.
+        next_position = position + last - first
+        next_expert, next_route = _block(
+            ids, expert_map, block_experts, block_routes,
+            tl.minimum(next_position, total - 1) // (STEPS * TILES), group, num_ids, num_experts,
+            SINGLE, HAS_MAP,
+        )  # fmt: skip
+        next_words, next_there, _ = _first_words(
+            slab, strip, group, quarter, next_expert, next_position, HIDDEN, BUNDLE, SLOT_STRIDE,
+            TILES, STEPS, DOWN, UNIFORM,
+        )  # fmt: skip
+        next_there &= next_position < end
         c0 = tl.zeros((1024,), tl.float32)
         c1 = c0
         c2 = c0
         c3 = c0
-        before = (lane - 4) & 31
-        if UNIFORM:
-            words += side * (HIDDEN // 16 * 24) + hidden_tile * 24 + group * 3
-            n1 = tl.load(words, mask=there, other=0, cache_modifier=".cg")
-            n2 = tl.load(words + 1, mask=there, other=0, cache_modifier=".cg")
-            n3 = tl.load(words + 2, mask=there, other=0, cache_modifier=".cg")
-            for step in range(first, last):
+        for step in range(first, last):
+            if UNIFORM:
                 w1, w2, w3 = n1, n2, n3
                 words += advance
-                more = there & (step + 1 < last)
-                n1 = tl.load(words, mask=more, other=0, cache_modifier=".cg")
-                n2 = tl.load(words + 1, mask=more, other=0, cache_modifier=".cg")
-                n3 = tl.load(words + 2, mask=more, other=0, cache_modifier=".cg")
-                w0 = tl.inline_asm_elementwise(
-                    _NEIGHBOUR, "=r,r,r", [w3, before], dtype=tl.int32, is_pure=False, pack=1
-                )
-                x0, x1, x2, x3 = _row(source, held)
-                x4, x5, x6, x7 = _row(source + 4, held)
-                source += 32
-                c0, c1, c2, c3 = tl.inline_asm_elementwise(
-                    STEP,
-                    _STEP_WORDS,
-                    [w0, w1, w2, w3, x0, x1, x2, x3, x4, x5, x6, x7, c0, c1, c2, c3],
-                    dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
-                    is_pure=True,
-                    pack=1,
-                )
-        else:
-            for step in range(first, last):
+                is_last = step + 1 == last
+                at = tl.where(is_last, next_words, words)
+                more = tl.where(is_last, next_there, there)
+                n1 = tl.load(at, mask=more, other=0, cache_modifier=".cg")
+                n2 = tl.load(at + 1, mask=more, other=0, cache_modifier=".cg")
+                n3 = tl.load(at + 2, mask=more, other=0, cache_modifier=".cg")
+                newest = w3
+            else:
                 pair = first_pair + (step // 4 if DOWN else part)
+                side = (quarter & 1) if DOWN else ((strip >> 3) & 1)
                 low = _low_bits(codes, expert, pair, layer, PAIRS, DOWN)
                 bits = tl.where(side == 1, 6 - low, low)
+                hidden_tile = part * 32 + strip if DOWN else step * 4 + quarter
                 at = words + side * (HIDDEN // 16 * 8 * low) + hidden_tile * 8 * bits + group * bits
                 w1 = tl.load(at, mask=there, other=0)
                 w2 = tl.load(at + 1, mask=there, other=0)
                 w3 = tl.load(at + 2, mask=there & (bits > 2), other=0)
                 w4 = tl.load(at + 3, mask=there & (bits > 3), other=0)
                 newest = tl.where(bits == 2, w2, tl.where(bits == 3, w3, w4))
-                w0 = tl.inline_asm_elementwise(
-                    _NEIGHBOUR, "=r,r,r", [newest, before], dtype=tl.int32, is_pure=False, pack=1
+                words += advance
+            w0 = _from_lane(newest, before)
+            x0, x1, x2, x3 = _row(source, held)
+            x4, x5, x6, x7 = _row(source + 4, held)
+            source += 32
+            if UNIFORM or low == 3:
+                c0, c1, c2, c3 = _step(
+                    w0, w1, w2, w3, x0, x1, x2, x3, x4, x5, x6, x7, c0, c1, c2, c3, STEP
                 )
-                x0, x1, x2, x3 = _row(source, held)
-                x4, x5, x6, x7 = _row(source + 4, held)
-                source += 32
-                if DOWN:
-                    words += advance
-                else:
-                    hidden_tile += 4
-                if low == 3:
-                    c0, c1, c2, c3 = tl.inline_asm_elementwise(
-                        STEP,
-                        _STEP_WORDS,
-                        [w0, w1, w2, w3, x0, x1, x2, x3, x4, x5, x6, x7, c0, c1, c2, c3],
-                        dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
-                        is_pure=True,
-                        pack=1,
-                    )
-                else:
-                    c0, c1, c2, c3 = _other_step(
-                        labels, bits, w0, w1, w2, w3, w4, x0, x1, x2, x3, x4, x5, x6, x7,
-                        c0, c1, c2, c3, PRODUCTS, _PRODUCT_WORDS,
-                    )  # fmt: skip
+            else:
+                c0, c1, c2, c3 = _other_step(
+                    labels, bits, w0, w1, w2, w3, w4, x0, x1, x2, x3, x4, x5, x6, x7,
+                    c0, c1, c2, c3, PRODUCTS, _PRODUCT_WORDS,
+                )  # fmt: skip
+        # A lane has the sums of the places 2 quarter and 2 quarter + 1.
+        left = _from_lane(route, (quarter * 8) & 31) >= 0
+        right = _from_lane(route, (quarter * 8 + 4) & 31) >= 0
         sums = out + (program + tile).to(tl.int64) * (PLACES * COLUMNS) + strip * 16 + group
-        left = tl.load(block_routes + block * PLACES + 2 * quarter) >= 0
-        right = tl.load(block_routes + block * PLACES + 2 * quarter + 1) >= 0
         sums += 2 * quarter * COLUMNS
         tl.store(sums, c0, mask=there & left)
         tl.store(sums + 8, c2, mask=there & left)
         tl.store(sums + COLUMNS, c1, mask=there & right)
         tl.store(sums + COLUMNS + 8, c3, mask=there & right)
-        position += last - first
+        position = next_position
+        expert = next_expert
+        route = next_route
+        words = next_words
+        there = next_there

@@ -50,6 +50,7 @@ def prepare(
         INPUTS=2 if by_route else layer.traits.inputs,
         BLOCKS=BLOCKS,
         ROUTES=max(16, triton.next_power_of_2(tokens * topk)),
+        SINGLE=tokens == 1,
         HAS_MAP=expert_map is not None,
         PDL=pdl,
         num_warps=4,

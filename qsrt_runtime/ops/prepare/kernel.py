@@ -3,26 +3,33 @@
 import triton
 import triton.language as tl
 
-from qsrt_runtime.ops.kernel import PLACES, in_fragment_order, rotate, wait_for_previous
+from qsrt_runtime.ops.kernel import (
+    PLACES,
+    expert_of,
+    in_fragment_order,
+    rotate,
+    wait_for_previous,
+)
+
+_CHUNK = tl.constexpr(16)  # routes that all others are compared with at once
 
 
 @triton.jit
-def expert_of(ids, expert_map, place, mask, num_ids, num_experts, HAS_MAP: tl.constexpr):
-    """The expert of a route, -1 for none, and whether what stands there is out of range."""
-    expert = tl.load(ids + place, mask=mask, other=-1).to(tl.int64)
-    wrong = (expert < -1) | (expert >= num_ids)
-    if HAS_MAP:
-        known = (expert >= 0) & (expert < num_ids)
-        expert = tl.load(expert_map + expert, mask=mask & known, other=-1).to(tl.int64)
-        wrong |= (expert < -1) | (expert >= num_experts)
-    return tl.where(wrong, -1, expert).to(tl.int32), wrong & mask
+def _count_invalid(
+    ids, expert_map, counts, num_routes, num_ids, num_experts,
+    ROUTES: tl.constexpr, HAS_MAP: tl.constexpr,
+):  # fmt: skip
+    route = tl.arange(0, ROUTES)
+    mask = route < num_routes
+    _, wrong = expert_of(ids, expert_map, route, mask, num_ids, num_experts, HAS_MAP)
+    tl.store(counts + 1, tl.sum(wrong.to(tl.int32), 0))
 
 
 @triton.jit
-def _route(
+def _map_routes(
     ids,
     expert_map,
-    num_blocks,
+    counts,
     block_experts,
     block_routes,
     route_places,
@@ -33,29 +40,37 @@ def _route(
     HAS_MAP: tl.constexpr,
 ):
     """Group routes by expert into blocks of PLACES, in the order of their first routes."""
-    row, column = tl.arange(0, ROUTES), tl.arange(0, ROUTES)  # routes along either axis
-    mask, there = row < num_routes, column < num_routes
-    expert, wrong = expert_of(ids, expert_map, row, mask, num_ids, num_experts, HAS_MAP)
-    other, _ = expert_of(ids, expert_map, column, there, num_ids, num_experts, HAS_MAP)
-    tl.store(num_blocks + 1, tl.sum(wrong.to(tl.int32), 0))
+    route = tl.arange(0, ROUTES)
+    mask = route < num_routes
+    expert, _ = expert_of(ids, expert_map, route, mask, num_ids, num_experts, HAS_MAP)
     valid = expert >= 0
-    # [ROUTES, ROUTES], symmetric: whether two routes are of one expert
-    same = (expert[:, None] == other[None, :]) & valid[:, None]
-    earlier = column[None, :] < row[:, None]
-    later = column[None, :] > row[:, None]
-    rank = tl.sum((same & earlier).to(tl.int32), 1)
-    other_rank = tl.sum((same & later).to(tl.int32), 0)
+    rank = tl.zeros((ROUTES,), tl.int32)  # among the routes of its expert
+    for start in tl.static_range(0, ROUTES, _CHUNK):
+        other_route = start + tl.arange(0, _CHUNK)
+        there = other_route < num_routes
+        other, _ = expert_of(ids, expert_map, other_route, there, num_ids, num_experts, HAS_MAP)
+        earlier = (expert[:, None] == other[None, :]) & (other_route[None, :] < route[:, None])
+        rank += tl.sum(earlier.to(tl.int32), 1)
     leads = valid & (rank % PLACES == 0)  # the first of a block
-    tl.store(num_blocks, tl.sum(leads.to(tl.int32), 0))
-    other_number = tl.sum((leads[:, None] & later).to(tl.int32), 0)  # of leaders before it
-    together = same & (other_rank[None, :] // PLACES == rank[:, None] // PLACES)
-    size = tl.sum(together.to(tl.int32), 1)
-    leader = together & (other_rank[None, :] % PLACES == 0)
-    block = tl.sum(tl.where(leader, other_number[None, :], 0), 1)
+    tl.store(counts, tl.sum(leads.to(tl.int32), 0))
+    block = tl.zeros((ROUTES,), tl.int32)
+    size = tl.zeros((ROUTES,), tl.int32)  # of its block
+    for start in tl.static_range(0, ROUTES, _CHUNK):
+        other_route = start + tl.arange(0, _CHUNK)
+        there = other_route < num_routes
+        other, _ = expert_of(ids, expert_map, other_route, there, num_ids, num_experts, HAS_MAP)
+        same = (expert[:, None] == other[None, :]) & valid[:, None]
+        before = route[:, None] < other_route[None, :]
+        other_rank = tl.sum((same & before).to(tl.int32), 0)
+        leaders_before = tl.sum((leads[:, None] & before).to(tl.int32), 0)
+        together = same & (other_rank[None, :] // PLACES == rank[:, None] // PLACES)
+        size += tl.sum(together.to(tl.int32), 1)
+        leader = together & (other_rank[None, :] % PLACES == 0)
+        block += tl.sum(tl.where(leader, leaders_before[None, :], 0), 1)
     place = block * PLACES + rank % PLACES
     tl.store(block_experts + block, expert, mask=leads)
-    tl.store(block_routes + place, row, mask=valid)
-    tl.store(route_places + row, tl.where(valid, place, -1), mask=mask)
+    tl.store(block_routes + place, route, mask=valid)
+    tl.store(route_places + route, tl.where(valid, place, -1), mask=mask)
     for empty in tl.static_range(1, 8):
         tl.store(block_routes + place + empty, -1, mask=leads & (size <= empty))
 
@@ -109,7 +124,7 @@ def prepare_kernel(
     ids,
     expert_map,
     rotated,
-    num_blocks,
+    counts,
     block_experts,
     block_routes,
     route_places,
@@ -125,26 +140,32 @@ def prepare_kernel(
     INPUTS: tl.constexpr,
     BLOCKS: tl.constexpr,
     ROUTES: tl.constexpr,
+    SINGLE: tl.constexpr,
     HAS_MAP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program 0 makes the route map, each other one rotates BLOCKS blocks of a row."""
+    """Program 0 makes the route map, each other one rotates BLOCKS blocks of a row.
+
+    SINGLE: there is one token, whose routes are their own blocks, and no map is made.
+    """
     wait_for_previous(PDL)
     program = tl.program_id(0)
     if program == 0:
-        _route(
-            ids,
-            expert_map,
-            num_blocks,
-            block_experts,
-            block_routes,
-            route_places,
-            num_routes,
-            num_ids,
-            num_experts,
-            ROUTES,
-            HAS_MAP,
-        )
+        _count_invalid(ids, expert_map, counts, num_routes, num_ids, num_experts, ROUTES, HAS_MAP)
+        if not SINGLE:
+            _map_routes(
+                ids,
+                expert_map,
+                counts,
+                block_experts,
+                block_routes,
+                route_places,
+                num_routes,
+                num_ids,
+                num_experts,
+                ROUTES,
+                HAS_MAP,
+            )
     else:
         parts: tl.constexpr = (HIDDEN // 128 + BLOCKS - 1) // BLOCKS
         _rotate_rows(
