@@ -322,7 +322,7 @@ class _Run:
         if found.dropped:
             _log.warning("layer %d: %d rows are not finite and left out", layer, int(found.dropped))
         tensors = {f.name: getattr(found, f.name).contiguous() for f in fields(LayerRows)}
-        save_file(tensors, self.folder / rows_name(layer))
+        _save(tensors, self.folder / rows_name(layer))
 
     def _start_backward(self) -> None:
         head = _EMBEDDING if _HEAD not in self.checkpoint.tensors else _HEAD
@@ -355,7 +355,7 @@ class _Run:
         written = [_slope_name(layer)]
         if layer in self.experts.layers:
             places = load_file(self.folder / rows_name(layer))["places"]
-            save_file({"gradients": inner[places]}, self.folder / gradients_name(layer))
+            _save({"gradients": inner[places]}, self.folder / gradients_name(layer))
             written.append(gradients_name(layer))
         self._record(*written)
         self._forget(_slope_name(layer + 1), _hidden_name(layer + 1))
@@ -386,6 +386,14 @@ def _orderly(device: torch.device) -> Iterator[None]:
         ) from error
     finally:
         torch.use_deterministic_algorithms(before)
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    """Write a safetensors file with the mode that the umask gives; save_file's own is 0600."""
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path)
+    path.chmod(mode)
 
 
 def _hidden_name(layer: int) -> str:

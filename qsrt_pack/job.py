@@ -40,6 +40,7 @@ from qsrt_pack.source.checkpoint import (
     Checkpoint,
     check_finite,
     digest_files,
+    digest_small_files,
     open_checkpoint,
     source_stamp,
 )
@@ -111,7 +112,8 @@ def prepare(
 
     Writes nothing, but puts back what a killed run had moved aside.
     devices: of the settings' kind; a package does not depend on how many there are.
-    statistics: of a calibration of this source, the settings state their digest.
+    statistics: of a calibration of this source, the settings state their digest; here compared
+    by config, index and names of shards, by `run` as a whole.
     """
     if {device_kind(device) for device in devices} != {settings.device}:
         raise ValueError(f"the settings are for {settings.device}, the devices are {devices}")
@@ -122,12 +124,9 @@ def prepare(
     experts = find_experts(checkpoint)
     config_path = str(checkpoint.path / manifests.CONFIG)
     manifests.check_config(checkpoint.config, experts.geometry, experts.topk, config_path)
-    if statistics is not None and settings.modes == "all" and statistics.missing_parts():
-        _log.warning(
-            "the calibration text is short: no documents for %s, without which all rate modes "
-            "are R0 or unmeasured",
-            " and ".join(statistics.missing_parts()),
-        )
+    if statistics is not None:
+        statistics.check_source(digest_small_files(checkpoint, statistics.document["source"]))
+        _warn_of_missing_parts(statistics, settings)
     complete = not overwrite and _is_result(out, checkpoint, settings, loader)
     check_output(out, checkpoint.path, overwrite or complete, resumable=True)
     finished = experts.layers if complete else _claimed_layers(out, settings)
@@ -149,6 +148,16 @@ def prepare(
         devices,
         statistics,
     )
+
+
+def _warn_of_missing_parts(statistics: Statistics, settings: Settings) -> None:
+    missing = statistics.missing_parts()
+    if settings.modes == "all" and missing:
+        _log.warning(
+            "the calibration text is short: no documents for %s, without which all rate modes "
+            "are R0 or unmeasured",
+            " and ".join(missing),
+        )
 
 
 def run(job: Job, *, show_progress: bool = True, ranks: Ranks = _ALONE) -> Evidence:
@@ -285,12 +294,16 @@ def _hash_source(job: Job, show_progress: bool) -> dict[str, str]:
 
 
 def _open_state(job: Job, show_progress: bool) -> State:
-    """The state to continue; a new one has had its source scanned for weights not finite."""
+    """The state to continue; a new one has had its source scanned for weights not finite.
+
+    Statistics are of this source and every file of them whole.
+    """
     state = _new_state(job.settings, _hash_source(job, show_progress))
-    if job.statistics is not None and job.statistics.document["source"] != state.source:
-        raise FormatError(
-            f"{job.statistics.path} was made from another checkpoint; calibrate again"
-        )
+    if job.statistics is not None:
+        job.statistics.check_source(state.source)
+        size = job.statistics.total_bytes()
+        with bar("check statistics", size, "B", show_progress) as advance:
+            job.statistics.verify(advance)
     found = read_state(state_file(job.out))
     if found is not None:
         check_same(found, state, state_file(job.out))

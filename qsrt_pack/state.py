@@ -57,25 +57,33 @@ def write_state(path: Path, state: State) -> None:
 
 def changes(state: State, now: State) -> list[str]:
     """What decides bytes and is not as it was; a source not yet hashed, {}, is not compared."""
-    pairs = [("setting", state.encoder_settings, now.encoder_settings)]
-    pairs += [("version of", state.versions, now.versions)]
-    pairs += [("source file", state.source, now.source)] if now.source else []
+    found = differences("setting", state.encoder_settings, now.encoder_settings)
+    found += differences("version of", state.versions, now.versions)
+    return found + (differences("source file", state.source, now.source) if now.source else [])
+
+
+def differences(title: str, before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """A phrase for every key whose value is not as it was."""
     return [
         f"{title} {key} was {_short(before.get(key))} and is {_short(after.get(key))}"
-        for title, before, after in pairs
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key)
     ]
+
+
+def listed(found: list[str]) -> str:
+    """The first phrases, and how many more there are."""
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return "; ".join(found[:_SHOWN]) + more
 
 
 def check_same(state: State, now: State, path: Path) -> None:
     """Refuse to continue from other input."""
     found = changes(state, now)
     if found:
-        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         raise FormatError(
             f"{path.parent} holds {len(state.layers)} finished layer(s) of another conversion: "
-            f"{'; '.join(found[:_SHOWN])}{more}. Convert as it was to continue, or delete that "
+            f"{listed(found)}. Convert as it was to continue, or delete that "
             "folder to start over"
         )
 

@@ -1,5 +1,7 @@
 """A folder of calibration statistics, as `calibrate` leaves it and convert reads it."""
 
+import os
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from qsrt_pack.calibrate.statistics import PARTS, LayerRows, part_of
+from qsrt_pack.state import differences, listed
 from qsrt_runtime.format import paths, schema
 from qsrt_runtime.format.errors import FormatError
 
@@ -25,6 +28,23 @@ class Statistics:
     path: Path
     document: dict[str, Any]
     digest: str
+
+    def check_source(self, source: dict[str, str]) -> None:
+        """Refuse statistics of another checkpoint. source: SHA-256 of its files by name."""
+        found = differences("source file", self.document["source"], source)
+        if found:
+            raise FormatError(
+                f"{self.path} was made from another checkpoint: {listed(found)}; calibrate again"
+            )
+
+    def verify(self, advance: Callable[[int], None]) -> None:
+        """Refuse damaged files. advance: called with the bytes read since last time."""
+        for name in self.document["files"]:
+            self._verify_file(name, advance)
+
+    def total_bytes(self) -> int:
+        """Of all files but calibration.json."""
+        return sum((self.path / name).stat().st_size for name in self.document["files"])
 
     def layer_bytes(self) -> int:
         """Of the files of the largest layer, as one in memory takes."""
@@ -45,7 +65,11 @@ class Statistics:
         return [part for part in PARTS if part not in found]
 
     def layer(self, number: int) -> LayerRows:
-        """The rows of one layer, their files verified."""
+        """The rows of one layer.
+
+        Its files are verified as they are read, here once more: that takes little of the time of
+        encoding, hours may have passed since `verify`, and other ranks read for themselves.
+        """
         tensors = self._load(rows_name(number))
         if gradients_name(number) in self.document["files"]:
             tensors |= self._load(gradients_name(number))
@@ -61,18 +85,32 @@ class Statistics:
         path = self.path / name
         if name not in self.document["files"]:
             raise FormatError(f"{self.path} has no statistics of this layer: no {name}")
-        paths.regular_file(path, self.path)
-        if paths.sha256_file(path) != self.document["files"][name]:
-            raise FormatError(f"{path} is damaged: its SHA-256 is not the one in {DOCUMENT}")
+        self._verify_file(name)
         try:
             return load_file(path)
         except SafetensorError as error:
             raise FormatError(f"{path}: {error}") from None
 
+    def _verify_file(self, name: str, advance: Callable[[int], None] | None = None) -> None:
+        path = self.path / name
+        paths.regular_file(path, self.path)
+        if paths.sha256_file(path, advance) != self.document["files"][name]:
+            raise FormatError(
+                f"{path} is damaged: its SHA-256 is not the one in {DOCUMENT}; copy it again, or "
+                f"delete {self.path} and calibrate again"
+            )
+
 
 def open_statistics(path: Path) -> Statistics:
-    """Open a folder that `calibrate` made; FormatError for anything else."""
+    """Open a folder that `calibrate` made, every file there; FormatError for anything else."""
     document = schema.read(path / DOCUMENT, "calibration")
+    for name in document["files"]:
+        if not os.path.lexists(path / name):
+            raise FormatError(
+                f"{path / name} is missing, {DOCUMENT} lists it; copy it again, or delete {path} "
+                "and calibrate again"
+            )
+        paths.regular_file(path / name, path)
     return Statistics(path, document, paths.sha256_file(path / DOCUMENT))
 
 

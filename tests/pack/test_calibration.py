@@ -450,19 +450,81 @@ def test_another_calibration_does_not_continue_a_conversion(
 
 
 def test_statistics_of_another_checkpoint(clean_checkpoint, statistics, tmp_path):
-    with pytest.raises(FormatError, match="made from another checkpoint"):
-        convert(clean_checkpoint, tmp_path / "out", statistics)
+    given = settings(statistics)
+    with pytest.raises(FormatError, match=r"stats was made from another checkpoint: source file"):
+        job.prepare(clean_checkpoint, tmp_path / "out", given, statistics=statistics)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_statistics_of_another_config(model, statistics, tmp_path):
+    source = shutil.copytree(model, tmp_path / "model")
+    edit_json(source / "config.json", lambda c: c.update(rope_theta=12345.0))
+    with pytest.raises(FormatError, match=r"another checkpoint: source file config\.json was"):
+        job.prepare(source, tmp_path / "out", settings(statistics), statistics=statistics)
+
+
+def test_statistics_of_other_weights(model, statistics, tmp_path):
+    """What prepare does not read, run does."""
+    source = shutil.copytree(model, tmp_path / "model")
+    shard = min(source.glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    given = settings(statistics)
+    prepared = job.prepare(source, tmp_path / "out", given, statistics=statistics)
+    with pytest.raises(FormatError, match=f"another checkpoint: source file {shard.name} was"):
+        job.run(prepared, show_progress=False)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", ["layer-001.safetensors", "gradients-000.safetensors"])
-def test_damaged_statistics(model, damaged, tmp_path, name):
+def test_damaged_statistics(model, damaged, tmp_path, monkeypatch, name):
     data = bytearray((damaged / name).read_bytes())
     data[-1] ^= 1
     (damaged / name).write_bytes(data)
+    monkeypatch.setattr(job, "_write_layers", None)  # it is seen before anything is encoded
     with pytest.raises(FormatError, match=f"{name} is damaged"):
         convert(model, tmp_path / "out", open_statistics(damaged))
     assert not (tmp_path / "out").exists()
+
+
+def test_statistics_damaged_while_converting(model, damaged, tmp_path, monkeypatch):
+    original = job._write_layer
+
+    def spoiling(*arguments):
+        os.truncate(damaged / "layer-001.safetensors", 1000)
+        return original(*arguments)
+
+    monkeypatch.setattr(job, "_write_layer", spoiling)
+    with pytest.raises(FormatError, match=r"layer-001\.safetensors is damaged"):
+        convert(model, tmp_path / "out", open_statistics(damaged))
+
+
+def test_missing_statistics(damaged):
+    (damaged / "gradients-000.safetensors").unlink()
+    expected = r"gradients-000\.safetensors is missing, calibration\.json lists it; "
+    with pytest.raises(FormatError, match=expected + ".*calibrate again"):
+        open_statistics(damaged)
+
+
+def test_a_link_among_the_statistics(damaged, tmp_path):
+    name = "gradients-000.safetensors"
+    (damaged / name).rename(tmp_path / name)
+    (damaged / name).symlink_to(tmp_path / name)
+    with pytest.raises(FormatError, match=f"{name} is a link to"):
+        open_statistics(damaged)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_files_are_as_readable_as_the_umask_says(model, text, tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        found = run(model, text, tmp_path / "stats", windows=1)
+    finally:
+        os.umask(before)
+    assert len(found.document["files"]) == 2 * LAYERS
+    modes = {path.stat().st_mode & 0o777 for path in found.path.iterdir()}
+    assert modes == {0o666 & ~umask}
 
 
 def test_folder_that_holds_no_statistics(tmp_path):
