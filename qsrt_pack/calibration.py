@@ -5,7 +5,6 @@ pass, one of gradients. While it is made, the residual rows between the layers l
 mapped files, so that memory holds one layer and one batch.
 """
 
-import hashlib
 import logging
 import os
 import shutil
@@ -13,26 +12,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
-from qsrt_pack.assemble.package import library_versions
 from qsrt_pack.calibrate import capture
 from qsrt_pack.calibrate.statistics import LayerRows, gather
-from qsrt_pack.output import check_output, discard, replacing, state_file
+from qsrt_pack.calibration_input import EMBEDDING, NORM, ROWS, CalibrationInput, read_input
+from qsrt_pack.output import discard, replacing, state_file
 from qsrt_pack.progress import bar
-from qsrt_pack.source.checkpoint import (
-    Checkpoint,
-    digest_files,
-    open_checkpoint,
-    read_tensor,
-    source_stamp,
-)
+from qsrt_pack.source.checkpoint import digest_files, read_tensor, source_stamp
 from qsrt_pack.source.dtypes import to_float32
-from qsrt_pack.source.models import RoutedExperts, find_experts, one_layer_changes
+from qsrt_pack.source.models import one_layer_changes
 from qsrt_pack.statistics import (
     DOCUMENT,
     Statistics,
@@ -40,15 +31,12 @@ from qsrt_pack.statistics import (
     open_statistics,
     rows_name,
 )
-from qsrt_pack.text import count_windows, read_text, tokenize
 from qsrt_runtime.format import paths, schema
 from qsrt_runtime.format.errors import FormatError
 
-ROWS = 1 << 16  # kept of an expert
-_INPUT = ("source", "settings", "versions")  # of calibration.json, what decides the rest
 _BATCH_TOKENS = 4096  # run at once
 _RECEIVED = "received.bin"  # what a layer's experts receive, or the gradients there
-_EMBEDDING, _NORM, _HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+_HEAD = "lm_head.weight"
 _log = logging.getLogger(__name__)
 
 
@@ -74,52 +62,24 @@ def calibrate(
     Stopped by whatever, it leaves the finished layers in OUT.partial; the same call continues. On
     statistics that are whole and of the same input it changes nothing.
     """
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()  # a layer alone lacks what is not run
     device = device or torch.device("cpu")
-    checkpoint = open_checkpoint(source)
-    stamp = source_stamp(checkpoint)
-    experts = find_experts(checkpoint)
-    vocabulary = _checked_vocabulary(checkpoint)
-    data = read_text(text)
-    tokens = tokenize(source, data, vocabulary, text)
-    longest = checkpoint.config.get("max_position_embeddings")
-    size, count = count_windows(len(tokens), longest, window, windows, text)
-    settings = {
-        "text_sha256": hashlib.sha256(data).hexdigest(),
-        "window": size,
-        "windows": count,
-        "rows": rows,
-        "seed": seed,
-        "backward": backward,
-        "device": device.type,
-        "threads": torch.get_num_threads() if device.type == "cpu" else None,
-    }
-    document = {
-        "schema": "qsrt_calibration_v1",
-        "source": digest_files(checkpoint),
-        "settings": settings,
-        "versions": {**library_versions(), "transformers": transformers.__version__},
-        "layers": {},
-        "files": {},
-    }
-    if (out / DOCUMENT).exists():
-        found = open_statistics(out)
-        if all(found.document[key] == document[key] for key in _INPUT):
-            discard(out)
-            return found
-    check_output(out, source, overwrite, resumable=True)
+    given = read_input(
+        source,
+        text,
+        device=device,
+        window=window,
+        windows=windows,
+        rows=rows,
+        seed=seed,
+        backward=backward,
+    )
+    given.document["source"] = digest_files(given.checkpoint)
+    found = given.finished(out, overwrite=overwrite)
+    if found is not None:
+        discard(out)
+        return found
     with _orderly(device), replacing(out, overwrite=overwrite, resumable=True) as folder:
-        run = _Run(
-            checkpoint=checkpoint,
-            experts=experts,
-            tokens=tokens[: size * count].unflatten(0, (count, size)),
-            folder=folder,
-            state=state_file(out),
-            device=device,
-            document=document,
-            stamp=stamp,
-        )
+        run = _Run(**vars(given), folder=folder, state=state_file(out), device=device)
         run.resume()
         run.check_disk()
         run.forward(show_progress)
@@ -129,18 +89,28 @@ def calibrate(
     return open_statistics(out)
 
 
-@dataclass(frozen=True)
-class _Run:
-    """A calibration at work. tokens: [windows, window] int64.   document: grows with each layer."""
+def planned(
+    source: Path, text: Path, out: Path, *, device: torch.device, overwrite: bool = False
+) -> Statistics | None:
+    """What `calibrate` by its default settings would find finished; None where it would set out.
 
-    checkpoint: Checkpoint
-    experts: RoutedExperts
-    tokens: torch.Tensor
+    Refuses what that would refuse before it runs the model, except that shards are compared by
+    name alone. Writes nothing, but puts back what a killed run had moved aside.
+    """
+    given = read_input(source, text, device=device)
+    found = given.finished(out, overwrite=overwrite)
+    if found is None:
+        given.stopped(state_file(out))
+    return found
+
+
+@dataclass(frozen=True)
+class _Run(CalibrationInput):
+    """A calibration at work, its source hashed. document: grows with each layer."""
+
     folder: Path
     state: Path
     device: torch.device
-    document: dict[str, Any]
-    stamp: dict[str, tuple[int, ...]]
 
     @property
     def layers(self) -> int:
@@ -148,15 +118,8 @@ class _Run:
 
     def resume(self) -> None:
         """Take over what a stopped run of the same input has finished."""
-        found = schema.read(self.state, "calibration") if self.state.exists() else None
+        found = self.stopped(self.state)
         if found is not None:
-            for key in _INPUT:
-                if found[key] != self.document[key]:
-                    raise FormatError(
-                        f"{self.state.parent} holds the work of another calibration: {key} was "
-                        f"{found[key]!s:.200} and is {self.document[key]!s:.200}; delete that "
-                        "folder to start over"
-                    )
             self.document["layers"], self.document["files"] = found["layers"], found["files"]
         for path in self.folder.iterdir():
             if path.name not in self.document["files"]:
@@ -174,7 +137,7 @@ class _Run:
         here = sum(path.stat().st_size for path in self.folder.iterdir())
         free = shutil.disk_usage(self.folder).free + here
         if free < need:
-            hint = "; --no-backward takes less" if both else ""
+            hint = "; calibrate --no-backward takes less" if both else ""
             raise FormatError(
                 f"{self.folder.parent.parent} has {free:,} bytes free, calibrating takes "
                 f"{need:,}{hint}"
@@ -271,7 +234,7 @@ class _Run:
             yield slice(start, min(start + step, len(self.tokens)))
 
     def _embed(self) -> None:
-        embedding = self._weights(_EMBEDDING)[_EMBEDDING]
+        embedding = self._weights(EMBEDDING)[EMBEDDING]
         rows = self._residual(_hidden_name(0))
         for some in self._batches():
             rows[some] = embedding[self.tokens[some]]
@@ -325,8 +288,8 @@ class _Run:
         _save(tensors, self.folder / rows_name(layer))
 
     def _start_backward(self) -> None:
-        head = _EMBEDDING if _HEAD not in self.checkpoint.tensors else _HEAD
-        weights = self._weights(_NORM, _EMBEDDING, head)
+        head = EMBEDDING if _HEAD not in self.checkpoint.tensors else _HEAD
+        weights = self._weights(NORM, EMBEDDING, head)
         gradient = capture.loss_gradient(self.checkpoint.config, weights, self.device)
         rows, slopes = (
             self._residual(_hidden_name(self.layers)),
@@ -361,17 +324,6 @@ class _Run:
         self._forget(_slope_name(layer + 1), _hidden_name(layer + 1))
 
 
-def _checked_vocabulary(checkpoint: Checkpoint) -> int:
-    """vocab_size, once the tensors outside the layers are known to be there."""
-    for name in (_EMBEDDING, _NORM):
-        if name not in checkpoint.tensors:
-            raise FormatError(f"{checkpoint.path} has no {name}, which calibration runs")
-    size = checkpoint.config.get("vocab_size")
-    if type(size) is not int:
-        raise FormatError(f"{checkpoint.path}/config.json: vocab_size is {size!r}")
-    return size
-
-
 @contextmanager
 def _orderly(device: torch.device) -> Iterator[None]:
     """Sums in one order on a GPU, and its memory's end as an error of one line."""
@@ -382,7 +334,8 @@ def _orderly(device: torch.device) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise FormatError(
-            f"{device} has too little memory; give --window or another --device"
+            f"{device} has too little memory; give another device, or calibrate with a shorter "
+            "--window"
         ) from error
     finally:
         torch.use_deterministic_algorithms(before)

@@ -252,15 +252,15 @@ def _statistics(
         return open_statistics(folder)
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise click.UsageError("--calibration: under torchrun give a folder made by calibrate")
-    from qsrt_pack.calibration import calibrate
+    from qsrt_pack.calibration import calibrate, planned
     from qsrt_pack.output import check_output
 
     made = out.with_name(out.name + ".calibration")
-    if dry_run and not (made / DOCUMENT).exists():
-        _log.warning("not planned: the calibration with %s, which comes first", calibration)
-        return None
     if dry_run:
-        return open_statistics(made)
+        found = planned(model, calibration, made, overwrite=overwrite, device=options["device"])
+        if found is None:
+            _log.warning("not planned: the calibration with %s, which comes first", calibration)
+        return found
     if not (made / DOCUMENT).exists():
         check_output(out, model, overwrite, resumable=True)
     return calibrate(model, calibration, made, overwrite=overwrite, **options)

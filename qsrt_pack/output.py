@@ -113,8 +113,13 @@ def discard(out: Path) -> None:
             _remove(work, out)
 
 
+def has_content(out: Path) -> bool:
+    """Whether something stands at out that a new folder would replace."""
+    return out.exists() and (not out.is_dir() or any(out.iterdir()))
+
+
 def _check_content(out: Path, overwrite: bool) -> None:
-    if not overwrite and out.exists() and any(out.iterdir()):
+    if not overwrite and has_content(out):
         raise FormatError(f"{out} is not empty; choose another or give --overwrite to replace it")
 
 

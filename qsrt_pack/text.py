@@ -49,7 +49,8 @@ def count_windows(
     count = tokens // size
     if not count:
         raise FormatError(
-            f"{text} has {tokens} tokens, a window takes {size}; give a longer text or --window"
+            f"{text} has {tokens} tokens, a window takes {size}; give a longer text, or to "
+            "calibrate or eval a shorter --window"
         )
     return size, min(count, windows or count)
 

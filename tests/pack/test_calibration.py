@@ -144,7 +144,11 @@ def test_what_is_whole_is_not_made_again(model, text, tmp_path, statistics, monk
     with monkeypatch.context() as patch:
         patch.setattr(calibration._Run, "forward", None)
         assert run(model, text, out) == replace(statistics, path=out)
-    with pytest.raises(FormatError, match="is not empty"):
+    other = tmp_path / "other"
+    other.write_bytes(text.read_bytes()[1000:])
+    with pytest.raises(FormatError, match=r"another calibration: setting text_sha256 was .{50}"):
+        run(model, other, out)
+    with pytest.raises(FormatError, match=r"windows was 6 and is 5\. Delete that .*--calibration"):
         run(model, text, out, windows=5)
     assert open_statistics(out).digest == statistics.digest
     assert run(model, text, out, windows=5, overwrite=True).digest != statistics.digest
@@ -415,16 +419,78 @@ def test_the_plan_knows_of_the_statistics(model, statistics, tmp_path):
     assert found["memory_bytes"] - plain["memory_bytes"] > sum(files) + 8 * rows * HIDDEN
 
 
+def test_a_folder_of_other_things_is_kept(model, text, tmp_path):
+    (tmp_path / "stats").mkdir()
+    (tmp_path / "stats/thesis").write_text("")
+    with pytest.raises(FormatError, match=r"stats is not empty and holds no calibration\.json"):
+        run(model, text, tmp_path / "stats")
+    assert run(model, text, tmp_path / "stats", windows=1, overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (None, "is not a file; give a UTF-8 text"),
+        (b"", "has 0 tokens, a window takes"),
+        (b" \n\n ", "tokens, a window takes"),
+        (b"A few words.", "give a longer text, or to calibrate or eval a shorter --window"),
+        (b"\xff\xfe", "is not UTF-8 text"),
+    ],
+)
+def test_text_that_does_not_serve(model, tmp_path, data, message):
+    """Said before the work and by a dry run alike."""
+    path = tmp_path / "text"
+    if data is not None:
+        path.write_bytes(data)
+    before = list(tmp_path.iterdir())
+    for options in ([], ["--dry-run"]):
+        arguments = ["convert", str(model), str(tmp_path / "out"), "--calibration", str(path)]
+        done = CliRunner().invoke(main, [*arguments, *options])
+        assert (done.exit_code, done.stdout) == (1, "")
+        assert message in done.stderr
+        assert done.stderr.count("\n") == 1
+        assert list(tmp_path.iterdir()) == before
+
+
 def test_dry_run_with_a_text(model, text, tmp_path, caplog):
-    out, arguments = tmp_path / "out", ["convert", str(model), str(tmp_path / "out"), "--dry-run"]
-    planned = CliRunner().invoke(main, [*arguments, "--calibration", str(text)])
+    words, other, out = tmp_path / "words.txt", tmp_path / "other.txt", tmp_path / "out"
+    words.write_bytes(text.read_bytes()[:20_000])
+    other.write_bytes(text.read_bytes()[20_000:40_000])
+    before = set(tmp_path.iterdir())
+    arguments = ["convert", str(model), str(out), "--json", "--calibration"]
+    planned = CliRunner().invoke(main, [*arguments, str(words), "--dry-run"])
     assert planned.exit_code == 0
     assert "not planned: the calibration with" in caplog.text
-    assert list(tmp_path.iterdir()) == []
-    run(model, text, out.with_name("out.calibration"))
-    planned = CliRunner().invoke(main, [*arguments, "--calibration", str(text), "--json"])
+    assert set(tmp_path.iterdir()) == before
+    run(model, words, out.with_name("out.calibration"), windows=None)
+    caplog.clear()
+    planned = CliRunner().invoke(main, [*arguments, str(words), "--dry-run"])
     assert json.loads(planned.stdout)["calibration"] == str(out.with_name("out.calibration"))
-    assert not out.with_name("out.partial").exists()
+    assert caplog.text == ""
+    for options in ([], ["--dry-run"]):
+        refused = CliRunner().invoke(main, [*arguments, str(other), *options])
+        assert (refused.exit_code, refused.stdout) == (1, "")
+        assert "out.calibration holds the statistics of another calibration" in refused.stderr
+        assert "setting text_sha256 was " in refused.stderr
+        assert "--overwrite" not in refused.stderr
+    assert set(tmp_path.iterdir()) == before | {out.with_name("out.calibration")}
+    planned = CliRunner().invoke(main, [*arguments, str(other), "--dry-run", "--overwrite"])
+    assert json.loads(planned.stdout)["calibration"] is None
+    assert "not planned: the calibration with" in caplog.text
+
+
+def test_dry_run_where_another_calibration_was_stopped(model, text, tmp_path, monkeypatch):
+    def failing(_self, _number, _moved):
+        raise OSError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(calibration._Run, "_backward_layer", failing)
+        with pytest.raises(OSError):
+            run(model, text, tmp_path / "stats", windows=5)
+    device, message = torch.device("cpu"), r"stats\.partial holds the work of another .*windows was"
+    assert calibration.planned(model, text, tmp_path / "new", device=device) is None
+    with pytest.raises(FormatError, match=message):
+        calibration.planned(model, text, tmp_path / "stats", device=device)
 
 
 def test_another_calibration_does_not_continue_a_conversion(
@@ -530,13 +596,6 @@ def test_files_are_as_readable_as_the_umask_says(model, text, tmp_path, umask):
 def test_folder_that_holds_no_statistics(tmp_path):
     with pytest.raises(FormatError, match=r"calibration\.json"):
         open_statistics(tmp_path)
-
-
-def test_text_that_is_too_short(model, tmp_path):
-    (tmp_path / "text").write_text("A few words.")
-    with pytest.raises(FormatError, match="a window takes"):
-        run(model, tmp_path / "text", tmp_path / "stats")
-    assert not (tmp_path / "stats").exists()
 
 
 def test_from_the_command_line(model, text, tmp_path):
