@@ -25,8 +25,10 @@ from qsrt_pack.assemble.shards import file_pieces, write_shards
 from qsrt_pack.encode.expert import Settings
 from qsrt_pack.encode.viterbi import device_kind
 from qsrt_pack.output import (
+    check_content,
     check_output,
     discard,
+    has_content,
     leftover_bytes,
     new_folder,
     replacing,
@@ -127,8 +129,11 @@ def prepare(
     if statistics is not None:
         statistics.check_source(digest_small_files(checkpoint, statistics.document["source"]))
         _warn_of_missing_parts(statistics, settings)
+    check_output(out, checkpoint.path, overwrite=True, resumable=True)
+    filled = has_content(out)  # asked first: another process may be about to finish it
     complete = not overwrite and _is_result(out, checkpoint, settings, loader)
-    check_output(out, checkpoint.path, overwrite or complete, resumable=True)
+    if filled:
+        check_content(out, overwrite or complete)
     finished = experts.layers if complete else _claimed_layers(out, settings)
     plan = make_plan(checkpoint, experts, out, settings, loader, finished, devices, statistics)
     left = leftover_bytes(out, layer_files(finished))

@@ -62,7 +62,18 @@ def check_output(out: Path, source: Path, overwrite: bool, *, resumable: bool = 
         with _locked(work):
             _put_back(work, out)
             _check_resumable(work, resumable)
-    _check_content(out, overwrite)
+    check_content(out, overwrite)
+
+
+def check_content(out: Path, overwrite: bool) -> None:
+    """Refuse an output that holds something, unless it is to be overwritten."""
+    if not overwrite and has_content(out):
+        raise FormatError(f"{out} is not empty; choose another or give --overwrite to replace it")
+
+
+def has_content(out: Path) -> bool:
+    """Whether something stands at out that a new folder would replace."""
+    return out.exists() and (not out.is_dir() or any(out.iterdir()))
 
 
 def leftover_bytes(out: Path, kept: Collection[str]) -> int:
@@ -78,7 +89,8 @@ def replacing(out: Path, *, overwrite: bool, resumable: bool = False) -> Iterato
 
     It is empty, unless resumable and a run that failed or was killed left a state file: then it
     holds what that run left. When the block fails, what stood at out still does, and the folder
-    vanishes unless there is a state file. Another process that writes the same output is refused.
+    vanishes unless there is a state file. Another process that writes the same output is refused,
+    and so is an output that has content, which it had not when `check_output` let it pass.
     """
     work = paths.partial_name(out)
     _check_work(work)
@@ -88,10 +100,10 @@ def replacing(out: Path, *, overwrite: bool, resumable: bool = False) -> Iterato
             _check_resumable(work, resumable)
             _restore(work, out)  # outside: where it fails, nothing may be removed
             try:
-                _check_content(out, overwrite)
+                _check_still_empty(out, overwrite)
                 paths.make_folder(work / _NEW)
                 yield work / _NEW
-                _check_content(out, overwrite)
+                _check_still_empty(out, overwrite)
                 _take_place(work, out)
             except BaseException:
                 if not (work / _STATE).exists():
@@ -113,14 +125,11 @@ def discard(out: Path) -> None:
             _remove(work, out)
 
 
-def has_content(out: Path) -> bool:
-    """Whether something stands at out that a new folder would replace."""
-    return out.exists() and (not out.is_dir() or any(out.iterdir()))
-
-
-def _check_content(out: Path, overwrite: bool) -> None:
+def _check_still_empty(out: Path, overwrite: bool) -> None:
     if not overwrite and has_content(out):
-        raise FormatError(f"{out} is not empty; choose another or give --overwrite to replace it")
+        raise FormatError(
+            f"{out} was finished by another process meanwhile; run the command again to check it"
+        )
 
 
 def _check_work(work: Path) -> None:

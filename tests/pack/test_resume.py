@@ -295,6 +295,37 @@ def test_a_complete_output_is_confirmed(
     assert names(package.parent) == [package.name]
 
 
+def test_an_output_that_another_process_finishes_meanwhile(
+    clean_package: Path,
+    clean_checkpoint: Path,
+    tmp_path: Path,
+    encoded: list,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before the work or while it is prepared: the advice is not to overwrite it."""
+    out, message = (
+        tmp_path / "out",
+        "out was finished by another process meanwhile; run the command",
+    )
+    late = job.prepare(clean_checkpoint, out, FAST)
+    look = job._is_result
+
+    def slow(*arguments: object) -> bool:
+        found = look(*arguments)
+        shutil.copytree(clean_package, out)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "_is_result", slow)
+        later = job.prepare(clean_checkpoint, out, FAST)
+    for prepared in (late, later):
+        with pytest.raises(FormatError, match=message):
+            job.run(prepared, show_progress=False)
+    convert(clean_checkpoint, out)
+    assert encoded == []
+    assert names(tmp_path) == ["out"]
+
+
 @pytest.mark.parametrize("settings", [Settings(search="fast", seed=1), Settings(search="exact")])
 def test_a_complete_output_of_other_settings_is_content(
     package: Path, clean_checkpoint: Path, settings: Settings
