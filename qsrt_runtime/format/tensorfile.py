@@ -66,8 +66,7 @@ def read_header(path: Path) -> Header:
                 )
             if size < 8:
                 raise FormatError(f"{path} is truncated: {size} bytes; copy it again")
-            length = int.from_bytes(start[:8], "little")
-            _check_length(path, length, size)
+            length = _header_length(path, start[:8], size)
             file.seek(8)
             text = file.read(length)
     except OSError as error:
@@ -124,16 +123,17 @@ def tensor_data(tensor: torch.Tensor) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
 
 
-def _check_length(path: Path, length: int, size: int) -> None:
-    if length > MAX_HEADER:
-        raise FormatError(
-            f"{path}: header length {length} is above {MAX_HEADER}; not a safetensors file"
-        )
+def _header_length(path: Path, start: bytes, size: int) -> int:
+    """What the first 8 bytes say, which lies inside the file."""
+    length = int.from_bytes(start, "little")
+    if length > MAX_HEADER:  # text of any kind, for example
+        raise FormatError(f"{path} is not a safetensors file: it begins with {start!r}")
     if 8 + length > size:
         raise FormatError(
             f"{path} is truncated: its header ends at byte {8 + length}, the file has {size}; "
             "copy it again"
         )
+    return length
 
 
 def _header(path: Path, value: dict[str, Any], start: int, size: int) -> Header:
