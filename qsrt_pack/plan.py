@@ -91,6 +91,7 @@ def make_plan(
         "base_bytes": base_bytes,
         "memory_bytes": memory,
         "calibration": statistics and str(statistics.path),
+        "calibration_bytes": statistics and statistics.total_bytes(),
         "free_disk_bytes": shutil.disk_usage(_existing(out.parent)).free,
         "weights_per_second": rates[settings.search],
         "seconds": slower * remaining * layer_seconds(experts, settings, rates),
@@ -103,7 +104,9 @@ def make_plan(
 
 def describe(plan: dict[str, Any]) -> str:
     """A plan on one screen."""
-    layers = plan["layers"]
+    layers, calibration = plan["layers"], "no"
+    if plan["calibration"] is not None:
+        calibration = f"by {plan['calibration']}, {plan['calibration_bytes']:,} bytes"
     lines = [
         ("model", f"{plan['source']} ({plan['model_type']})"),
         ("package", plan["output"]),
@@ -119,7 +122,7 @@ def describe(plan: dict[str, Any]) -> str:
             f"modes {plan['modes']}, {plan['search']} search, seed {plan['seed']}, "
             f"on {', '.join(plan['devices'])}",
         ),
-        ("calibrated", plan["calibration"] or "no"),
+        ("calibrated", calibration),
         ("bytes in", f"{plan['bytes_in']:,}"),
         (
             "bytes out",

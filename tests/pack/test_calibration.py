@@ -413,6 +413,10 @@ def test_the_plan_knows_of_the_statistics(model, statistics, tmp_path):
     given = settings(statistics)
     found = job.prepare(model, tmp_path / "out", given, statistics=statistics).plan
     assert (plain["calibration"], found["calibration"]) == (None, str(statistics.path))
+    size = sum(path.stat().st_size for path in statistics.path.glob("*.safetensors"))
+    assert (plain["calibration_bytes"], found["calibration_bytes"]) == (None, size)
+    assert f"calibrated  by {statistics.path}, {size:,} bytes\n" in plan.describe(found)
+    assert "calibrated  no\n" in plan.describe(plain)
     assert found["seconds"] > 2 * plain["seconds"]
     files = [path.stat().st_size for path in statistics.path.glob("*-000.safetensors")]
     rows = max(statistics.layer(0).tokens.max(), statistics.layer(1).tokens.max())
