@@ -20,7 +20,7 @@ class Workspace:
     partial: [parts, PLACES, COLUMNS] float32, sums of what one program made of one tile.
     counts: [2] int32, blocks of routes, and ids that name no expert and are not -1.
     block_experts: [blocks], block_routes: [blocks, PLACES], -1 where empty; route_places: [R],
-    block PLACES + place of each route, -1 for none; int32.
+    block PLACES + place of each route, -1 for none; scratch: of prepare; int32.
     programs: of the products, one for each multiprocessor.
     """
 
@@ -35,6 +35,7 @@ class Workspace:
     block_experts: torch.Tensor
     block_routes: torch.Tensor
     route_places: torch.Tensor
+    scratch: torch.Tensor
 
     def invalid_routes(self) -> int:
         """Ids of the last call that named no expert and were not -1. Waits for the device."""
@@ -73,6 +74,7 @@ def make_workspace(
         block_experts=integers(most),
         block_routes=integers(most, PLACES),
         route_places=integers(routes),
+        scratch=integers(4 * max(16, routes)),
     )
 
 

@@ -33,21 +33,27 @@ def expert_of(ids, expert_map, route, mask, num_ids, num_experts, HAS_MAP: tl.co
 
 
 @triton.jit
-def hadamard_signs(SIZE: tl.constexpr):
-    """The Sylvester Hadamard matrix: [SIZE, SIZE] float32 of 1 and -1; SIZE up to 16."""
+def _hadamard(SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """A block diagonal of Sylvester Hadamard matrices: [SIZE, SIZE] float32 of 1, -1 and 0."""
     i = tl.arange(0, SIZE)
-    both = i[:, None] & i[None, :]
+    both = i[:, None] & i[None, :] & (BLOCK - 1)
     both ^= both >> 2
     both ^= both >> 1
-    return (1 - 2 * (both & 1)).to(tl.float32)
+    is_inside = (i[:, None] // BLOCK) == (i[None, :] // BLOCK)
+    return tl.where(is_inside, 1 - 2 * (both & 1), 0).to(tl.float32)
 
 
 @triton.jit
 def rotate(x, ROWS: tl.constexpr):
-    """x B of rows x [ROWS, 128] float32, B the normalized Hadamard matrix, as one of 8 x 16."""
-    x = tl.reshape(x, (ROWS, 8, 1, 16)) * tl.reshape(hadamard_signs(16), (1, 1, 16, 16))
-    x = tl.reshape(tl.sum(x, 3), (ROWS, 1, 8, 16)) * tl.reshape(hadamard_signs(8), (1, 8, 8, 1))
-    return tl.reshape(tl.sum(x, 2), (ROWS, 128)) * 0.08838834764831845  # 1 / sqrt(128)
+    """x B of rows x [ROWS, 128] float32, ROWS at least 2; B is the normalized Hadamard matrix.
+
+    B is the Kronecker product of those of 8 and 16: both by small products, which leave the
+    channels spread over the threads.
+    """
+    x = tl.reshape(x, (ROWS * 8, 16))
+    x = tl.dot(x, _hadamard(16, 16), input_precision="ieee")
+    x = tl.dot(_hadamard(ROWS * 8, 8), x, input_precision="ieee")
+    return tl.reshape(x, (ROWS, 128)) * 0.08838834764831845  # 1 / sqrt(128)
 
 
 @triton.jit

@@ -22,7 +22,7 @@ def combine(
     weights: [T, k], factors of the routes' results, or None.   out: [T, H], contiguous.
     """
     hidden, experts, topk = layer.geometry.hidden, layer.geometry.experts, topk_ids.shape[1]
-    combine_kernel[(len(out), hidden // 128)](
+    combine_kernel[(len(out), triton.cdiv(hidden, 256))](
         workspace.partial,
         layer.shared_scales[2],
         layer.activations if weights is None else weights,

@@ -42,7 +42,7 @@ def combine_kernel(
     HAS_MAP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """128 channels of one token.
+    """256 channels of one token.
 
     partial: [parts, PLACES, COLUMNS] float32.   scales: [1 or E, HIDDEN], of all experts alike
     unless BY_ROUTE.   weights: [T, TOPK].   out: [T, HIDDEN].
@@ -66,30 +66,33 @@ def combine_kernel(
     weight = tl.full((CHOICES,), 1.0, tl.float32)
     if WEIGH:
         weight = tl.load(weights + route, mask=mask, other=0).to(tl.float32)
-    inside = tl.arange(0, 128)
-    channel = group * 128 + inside
+    channel = group * 256 + tl.arange(0, 256)
+    is_channel = channel < HIDDEN
     if BY_ROUTE:
         row = tl.where(mask, expert, 0).to(tl.int64)[:, None] * HIDDEN
-        svh = tl.load(scales + row + channel[None, :]).to(tl.float32) * weight[:, None]
+        svh = tl.load(scales + row + channel[None, :], mask=is_channel[None, :], other=0)
+        svh = svh.to(tl.float32) * weight[:, None]
     else:
-        svh = tl.load(scales + channel).to(tl.float32)
-    tile = block * TILES + group // (COLUMNS // 128)
+        svh = tl.load(scales + channel, mask=is_channel, other=0).to(tl.float32)
+    tile = block * TILES + group // (COLUMNS // 256)
     first, last = first_and_last_program(num_blocks, tile, TILES, STEPS, programs)
-    column = group % (COLUMNS // 128) * 128 + inside
+    column = channel % COLUMNS
     wait_for_previous(PDL)
-    total = tl.zeros((CHOICES, 128), tl.float32)
+    total = tl.zeros((CHOICES, 256), tl.float32)
     number, most = 0, tl.max(last - first, 0)
     while number <= most:
         program = (first + number)[:, None] + tl.arange(0, PARTS)[None, :]
         there = mask[:, None] & (program <= last[:, None])
+        there = there[:, :, None] & is_channel[None, None, :]
         part = ((program + tile[:, None]) * PLACES + place[:, None]).to(tl.int64) * COLUMNS
         source = partial + part[:, :, None] + column[None, None, :]
-        total += tl.sum(tl.load(source, mask=there[:, :, None], other=0), 1)
+        total += tl.sum(tl.load(source, mask=there, other=0), 1)
         number += PARTS
     if BY_ROUTE:
-        result = tl.sum(rotate(total, CHOICES) * svh, 0)
+        rotated = rotate(tl.reshape(total, (2 * CHOICES, 128)), 2 * CHOICES)
+        result = tl.sum(tl.reshape(rotated, (CHOICES, 256)) * svh, 0)
     else:
         mixed = tl.sum(total * weight[:, None], 0)
-        result = tl.reshape(rotate(tl.reshape(mixed, (1, 128)), 1), (128,)) * svh
+        result = tl.reshape(rotate(tl.reshape(mixed, (2, 128)), 2), (256,)) * svh
     target = out + token.to(tl.int64) * HIDDEN + channel
-    tl.store(target, result.to(out.dtype.element_ty))
+    tl.store(target, result.to(out.dtype.element_ty), mask=is_channel)

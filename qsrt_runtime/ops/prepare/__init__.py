@@ -38,6 +38,7 @@ def prepare(
         workspace.block_experts,
         workspace.block_routes,
         workspace.route_places,
+        workspace.scratch,
         x.stride(0),
         rows,
         tokens * topk,

@@ -11,8 +11,6 @@ from qsrt_runtime.ops.kernel import (
     wait_for_previous,
 )
 
-_CHUNK = tl.constexpr(16)  # routes that all others are compared with at once
-
 
 @triton.jit
 def _count_invalid(
@@ -33,41 +31,43 @@ def _map_routes(
     block_experts,
     block_routes,
     route_places,
+    scratch,
     num_routes,
     num_ids,
     num_experts,
     ROUTES: tl.constexpr,
     HAS_MAP: tl.constexpr,
 ):
-    """Group routes by expert into blocks of PLACES, in the order of their first routes."""
+    """Group routes by expert into blocks of PLACES, in the order of their first routes.
+
+    Each thread has a route and looks at all others in turn, which costs no exchange of registers.
+    """
     route = tl.arange(0, ROUTES)
     mask = route < num_routes
     expert, _ = expert_of(ids, expert_map, route, mask, num_ids, num_experts, HAS_MAP)
     valid = expert >= 0
+    tl.store(scratch + route, expert)
+    tl.debug_barrier()
     rank = tl.zeros((ROUTES,), tl.int32)  # among the routes of its expert
-    for start in tl.static_range(0, ROUTES, _CHUNK):
-        other_route = start + tl.arange(0, _CHUNK)
-        there = other_route < num_routes
-        other, _ = expert_of(ids, expert_map, other_route, there, num_ids, num_experts, HAS_MAP)
-        earlier = (expert[:, None] == other[None, :]) & (other_route[None, :] < route[:, None])
-        rank += tl.sum(earlier.to(tl.int32), 1)
-    leads = valid & (rank % PLACES == 0)  # the first of a block
-    tl.store(counts, tl.sum(leads.to(tl.int32), 0))
+    for other_route in tl.range(0, ROUTES, loop_unroll_factor=8):
+        other = tl.load(scratch + other_route)
+        rank += ((other == expert) & (other_route < route)).to(tl.int32)
+    ranks = scratch + ROUTES
+    tl.store(ranks + route, tl.where(valid, rank, 1))
+    tl.debug_barrier()
+    number = tl.sum(route * 0, 0)  # of blocks so far
     block = tl.zeros((ROUTES,), tl.int32)
     size = tl.zeros((ROUTES,), tl.int32)  # of its block
-    for start in tl.static_range(0, ROUTES, _CHUNK):
-        other_route = start + tl.arange(0, _CHUNK)
-        there = other_route < num_routes
-        other, _ = expert_of(ids, expert_map, other_route, there, num_ids, num_experts, HAS_MAP)
-        same = (expert[:, None] == other[None, :]) & valid[:, None]
-        before = route[:, None] < other_route[None, :]
-        other_rank = tl.sum((same & before).to(tl.int32), 0)
-        leaders_before = tl.sum((leads[:, None] & before).to(tl.int32), 0)
-        together = same & (other_rank[None, :] // PLACES == rank[:, None] // PLACES)
-        size += tl.sum(together.to(tl.int32), 1)
-        leader = together & (other_rank[None, :] % PLACES == 0)
-        block += tl.sum(tl.where(leader, leaders_before[None, :], 0), 1)
+    for other_route in tl.range(0, ROUTES, loop_unroll_factor=8):
+        other, other_rank = tl.load(scratch + other_route), tl.load(ranks + other_route)
+        together = (other == expert) & (other_rank // PLACES == rank // PLACES)
+        leads = other_rank % PLACES == 0  # is the first of a block
+        block = tl.where(together & leads, number, block)
+        size += together.to(tl.int32)
+        number += leads.to(tl.int32)
+    tl.store(counts, number)
     place = block * PLACES + rank % PLACES
+    leads = valid & (rank % PLACES == 0)
     tl.store(block_experts + block, expert, mask=leads)
     tl.store(block_routes + place, route, mask=valid)
     tl.store(route_places + route, tl.where(valid, place, -1), mask=mask)
@@ -128,6 +128,7 @@ def prepare_kernel(
     block_experts,
     block_routes,
     route_places,
+    scratch,
     stride_x,
     num_rows,
     num_routes,
@@ -160,6 +161,7 @@ def prepare_kernel(
                 block_experts,
                 block_routes,
                 route_places,
+                scratch,
                 num_routes,
                 num_ids,
                 num_experts,
