@@ -6,7 +6,7 @@ import operator
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from qsrt_runtime.format.package import (
     verify_file,
 )
 from qsrt_runtime.staging import Staging
-from qsrt_runtime.weights import LayerWeights
+from qsrt_runtime.weights import LayerWeights, traits_of
 
 VERIFY = ("once", "always", "structure")
 
@@ -85,6 +85,10 @@ def load_package(
     with Staging(target) as staging:
         loaded = {layer: load_layer(package, layer, staging, slots) for layer in wanted}
     check_unchanged(package, before)
+    for number, weights in loaded.items():
+        loaded[number] = replace(
+            weights, traits=traits_of(weights.shared_scales, weights.format_codes)
+        )
     load_s = time.perf_counter() - start
     load_bytes = sum(stored_bytes(weights) for weights in loaded.values())
     logger.info("%s: %d bytes in %.2f s, checks %.2f s", path, load_bytes, load_s, verify_s)

@@ -5,7 +5,7 @@ import torch
 from qsrt_runtime.arguments import check_arguments, check_types
 from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.moe_reference import moe_forward_reference
-from qsrt_runtime.weights import LayerWeights
+from qsrt_runtime.weights import LayerWeights, Traits
 
 
 def moe_forward(
@@ -20,8 +20,10 @@ def moe_forward(
     """The routed experts' output [T, H]; arguments, result and errors as moe_forward_reference.
 
     Calls the operator `qsrt::moe_forward`, which torch.compile and graphs see as one node. On
-    every device it runs the reference. It has no backward: a result that is asked for a gradient
-    raises RuntimeError, and so does torch.compile where x wants one.
+    CUDA, float16 and bfloat16 go through moe_decode, 16 tokens at a time; everything else runs
+    the reference. There an id that names no expert takes part in nothing, and nothing is waited
+    for. It has no backward: a result that is asked for a gradient raises RuntimeError, and so does
+    torch.compile where x wants one.
     """
     given = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights}
     check_types(**given, **({} if expert_map is None else {"expert_map": expert_map}))
@@ -37,6 +39,8 @@ def moe_forward(
         layer.layer,
         layer.slots.start,
         layer.geometry.intermediate,
+        layer.traits.inputs,
+        layer.traits.uniform,
         weight_on_input,
     )
 
@@ -54,12 +58,25 @@ def _moe_forward(
     layer: int,
     first_slot: int,
     intermediate: int,
+    inputs: int,
+    uniform: bool,
     weight_on_input: bool,
 ) -> torch.Tensor:
     weights = _layer_weights(
-        atoms, format_codes, shared_scales, activations, layer, first_slot, intermediate
+        atoms,
+        format_codes,
+        shared_scales,
+        activations,
+        layer,
+        first_slot,
+        intermediate,
+        inputs,
+        uniform,
     )
-    return moe_forward_reference(
+    forward = moe_forward_reference
+    if x.device.type == "cuda" and x.dtype in (torch.float16, torch.bfloat16):
+        from qsrt_runtime.moe_decode import moe_forward_kernels as forward  # brings triton
+    return forward(
         x, weights, topk_ids, topk_weights, expert_map=expert_map, weight_on_input=weight_on_input
     )
 
@@ -94,6 +111,8 @@ def _layer_weights(
     layer: int,
     first_slot: int,
     intermediate: int,
+    inputs: int,
+    uniform: bool,
 ) -> LayerWeights:
     """The layer from the operator's arguments."""
     return LayerWeights(
@@ -104,4 +123,5 @@ def _layer_weights(
         shared_scales=shared_scales,
         atoms=atoms,
         activations=activations,
+        traits=Traits(inputs, uniform),
     )

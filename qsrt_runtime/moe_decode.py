@@ -10,7 +10,7 @@ from qsrt_runtime.ops.combine import combine
 from qsrt_runtime.ops.expert_gemm import expert_gemm
 from qsrt_runtime.ops.prepare import prepare
 from qsrt_runtime.weights import LayerWeights
-from qsrt_runtime.workspace import Workspace
+from qsrt_runtime.workspace import MAX_TOKENS, Workspace, make_workspace
 
 DTYPES = (torch.float16, torch.bfloat16)
 
@@ -30,8 +30,8 @@ def moe_decode(
 
     x: [T, H] float16 or bfloat16.   out: [T, H] of x's type.   All contiguous.
     workspace: of this geometry, top-k and type. Nothing is allocated and nothing waited for, so
-    that calls can be captured in graphs once the kernels of their shapes are compiled. The same
-    call gives the same bits every time.
+    that calls can be captured in graphs, after one outside with the same number of tokens, which
+    compiles; without it RuntimeError. The same call gives the same bits every time.
     Differs from the reference: an id or map entry that names no expert gives nothing, as -1 does;
     workspace.invalid_routes() counts them. Rows are rounded to x's type before each product.
     Raises ValueError for shapes, devices, strides or a workspace that do not fit, TypeError for
@@ -43,6 +43,10 @@ def moe_decode(
     if not tokens or not topk:
         return out.zero_()
     warps, pdl = ways(x.device)
+    kernels = (layer.geometry, layer.slots, layer.traits, x.dtype, x.device, tokens, topk)
+    kernels += (topk_ids.dtype, topk_weights.dtype, weight_on_input)
+    kernels += (None if expert_map is None else expert_map.dtype,)
+    _check_compiled(kernels)
     before, after = (topk_weights, None) if weight_on_input else (None, topk_weights)
     by_route = layer.traits.inputs == 0
     rows = tokens * topk if by_route else tokens
@@ -73,6 +77,47 @@ def moe_decode(
         pdl=pdl,
     )
     combine(layer, topk_ids, expert_map, after, workspace, out, pdl)
+    _compiled.add(kernels)
+    return out
+
+
+_compiled: set[tuple[object, ...]] = set()  # calls whose kernels are there
+
+
+def _check_compiled(kernels: tuple[object, ...]) -> None:
+    """Refuse to compile while a graph is captured, which would spoil it."""
+    if kernels in _compiled or not torch.cuda.is_available():
+        return
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "this call's kernels are not compiled yet; call it once, with as many tokens, before "
+            "the graph is captured"
+        )
+
+
+def moe_forward_kernels(
+    x: torch.Tensor,
+    layer: LayerWeights,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    *,
+    expert_map: torch.Tensor | None = None,
+    weight_on_input: bool = False,
+) -> torch.Tensor:
+    """As moe_decode for any number of tokens in any layout, with a workspace of its own."""
+    check_arguments(x, layer, topk_ids, topk_weights, expert_map)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    tokens, topk = topk_ids.shape
+    if not tokens or not topk:
+        return out.zero_()
+    most = min(tokens, MAX_TOKENS)
+    workspace = make_workspace(layer.geometry, topk, most, x.dtype, x.device)
+    options = {"expert_map": expert_map, "weight_on_input": weight_on_input}
+    if expert_map is not None:
+        options["expert_map"] = expert_map.contiguous()
+    whole = (x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous(), out)
+    for rows, ids, weights, results in zip(*(t.split(MAX_TOKENS) for t in whole), strict=True):
+        moe_decode(rows, layer, ids, weights, workspace, results, **options)
     return out
 
 

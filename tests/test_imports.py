@@ -10,7 +10,11 @@ ROOT = Path(__file__).parents[1]
 FILES = sorted(p for top in ("qsrt_runtime", "qsrt_pack") for p in (ROOT / top).rglob("*.py"))
 STAGES = ("source", "calibrate", "encode", "assemble")
 FORMAT_LIBRARIES = {"torch", "safetensors", "jsonschema"}
-LAZY = {"qsrt_pack.cli", "qsrt_pack.encode.viterbi"}  # --help is quick; triton is not everywhere
+LAZY = {
+    "qsrt_pack.cli",
+    "qsrt_pack.encode.viterbi",
+    "qsrt_runtime.moe",
+}  # --help is quick; triton is not everywhere
 RUNTIME_OF_PACK = {"evaluate", "bench"}  # modules of qsrt_pack that may import all of the runtime
 
 

@@ -34,7 +34,7 @@ from qsrt_runtime.format.slab import unpack_expert
 from qsrt_runtime.load import check_unchanged, load_layer, verify_package
 from qsrt_runtime.moe import moe_forward
 from qsrt_runtime.staging import Staging
-from qsrt_runtime.weights import LayerWeights
+from qsrt_runtime.weights import LayerWeights, Traits, traits_of
 
 METHODS = ("qsrt", "modelopt")  # how convert's two loaders spell quant_method
 _EXPERTS = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:.+\.)?experts$")
@@ -73,7 +73,7 @@ class PackedExperts(torch.nn.Module):
         """dense: the module to stand in for, on the meta device."""
         super().__init__()
         self.dense = (dense,)  # in a tuple, so that it is no submodule
-        self.layer, self.geometry = layer, geometry
+        self.layer, self.geometry, self.traits = layer, geometry, Traits()
         experts = geometry.experts
         shapes = {
             "atoms": ((geometry.slots, geometry.slot_stride(experts)), torch.uint8),
@@ -105,6 +105,7 @@ class PackedExperts(torch.nn.Module):
             shared_scales=self.scale_bits.view(torch.float16),
             atoms=self.atoms,
             activations=self.activations,
+            traits=self.traits,
         )
 
     def forward(
@@ -170,6 +171,8 @@ class QsrtQuantizer(HfQuantizer):
                 for module in packed:
                     if module.atoms.device == device:
                         module.fill(self.package, staging)
+        for module in packed:
+            module.traits = traits_of(module.weights().shared_scales, module.format_codes)
         check_unchanged(self.package, self.verified)
         size, seconds = sum(m.nbytes for m in packed), time.perf_counter() - start
         logger.info("%s: %d bytes of experts in %.2f s", self.package.path, size, seconds)

@@ -33,7 +33,8 @@ def arguments(layer, x, ids, weights, expert_map=None, weight_on_input=False):
     """The operator's own arguments."""
     held = (layer.atoms, layer.format_codes, layer.shared_scales, layer.activations)
     place = (layer.layer, layer.slots.start, layer.geometry.intermediate)
-    return (x, ids, weights, expert_map, *held, *place, weight_on_input)
+    traits = (layer.traits.inputs, layer.traits.uniform)
+    return (x, ids, weights, expert_map, *held, *place, *traits, weight_on_input)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

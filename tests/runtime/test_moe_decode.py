@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from qsrt_runtime import moe_decode as module
 from qsrt_runtime.format.geometry import Geometry
+from qsrt_runtime.moe import moe_forward
 from qsrt_runtime.moe_decode import moe_decode
 from qsrt_runtime.moe_reference import moe_forward_reference
 from qsrt_runtime.weights import LayerWeights, Traits, traits_of
@@ -257,3 +259,156 @@ def test_views_off_their_alignment(name, dtype):  # RT-7a
 def test_workspaces_that_make_no_sense(tokens, topk):
     with pytest.raises(ValueError, match=r"expected|is for 1 to 16 tokens"):
         make_workspace(SMALL, topk, tokens, HALF, torch.device("cpu"))
+
+
+def on_gpu(geometry=SMALL, **options):
+    return random_layer(geometry, torch.device("cuda"), **options)
+
+
+def captured(calls):
+    """A graph of each call, all in one memory pool."""
+    graphs, pool = [], None
+    for call in calls:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            call()
+        pool = graph.pool()
+        graphs.append(graph)
+    return graphs
+
+
+@GPU
+def test_graphs_replay_what_eager_calls_give():  # RT-6a, RT-6c
+    layer = on_gpu(Geometry(256, 512, 8))
+    workspace = poisoned(layer, 3, BFLOAT)
+    buffers = [inputs(layer, tokens, 3, BFLOAT) for tokens in range(1, 17)]
+    outs = [torch.full_like(x, float("nan")) for x, _, _ in buffers]
+    calls = [
+        lambda x=x, i=i, w=w, o=o: moe_decode(x, layer, i, w, workspace, o)
+        for (x, i, w), o in zip(buffers, outs, strict=True)
+    ]
+    for call in calls:
+        call()
+    graphs = captured(calls)
+    many, ids, weights = inputs(layer, 2048, 3, BFLOAT, seed=5)
+    assert moe_forward(many, layer, ids, weights).isfinite().all()
+    torch.cuda.empty_cache()
+    poison = [torch.full((1 << 26,), float("nan"), device="cuda") for _ in range(8)]
+    del poison
+    for seed in (1, 2):
+        for graph, out, (x, ids, weights) in zip(graphs, outs, buffers, strict=True):
+            fresh = inputs(layer, len(x), 3, BFLOAT, seed=seed)
+            for old, new in zip((x, ids, weights), fresh, strict=True):
+                old.copy_(new)
+            out.fill_(float("nan"))
+            for value in (workspace.rotated, workspace.middle, workspace.partial):
+                value.fill_(float("nan"))
+            graph.replay()
+            replayed = out.clone()
+            assert torch.equal(run(*fresh[:1], layer, *fresh[1:]), replayed)
+            expected = moe_forward_reference(x.float(), layer, ids, weights)
+            assert error(replayed, expected) < BOUND[BFLOAT]
+
+
+@GPU
+def test_the_operator_in_a_graph():
+    layer = on_gpu()
+    x, ids, weights = inputs(layer, 4, 2, BFLOAT)
+    expected = moe_forward(x, layer, ids, weights)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = moe_forward(x, layer, ids, weights)
+    graph.replay()
+    assert torch.equal(found, expected)
+
+
+@GPU
+def test_capturing_the_first_call_is_refused():  # RT-6b
+    layer = on_gpu(Geometry(384, 256, 3))
+    x, ids, weights = inputs(layer, 5, 2, HALF)
+    workspace, out = poisoned(layer, 2, HALF), torch.empty_like(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = x + 1
+        with pytest.raises(RuntimeError, match="not compiled yet; call it once"):
+            moe_decode(x, layer, ids, weights, workspace, out)
+    graph.replay()
+    assert torch.equal(kept, x + 1)
+    moe_decode(x, layer, ids, weights, workspace, out)
+    assert out.isfinite().all()
+
+
+@GPU
+def test_a_call_allocates_and_waits_for_nothing():  # RT-6d
+    layer = on_gpu()
+    x, ids, weights = inputs(layer, 4, 2, BFLOAT)
+    workspace, out = poisoned(layer, 2, BFLOAT), torch.empty_like(x)
+    moe_decode(x, layer, ids, weights, workspace, out)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        moe_decode(x, layer, ids, weights, workspace, out)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+@GPU
+def test_the_same_bits_while_others_work():  # RT-9a
+    layer = on_gpu(Geometry(512, 512, 32))
+    x, ids, weights = inputs(layer, 16, 8, BFLOAT)
+    workspace, out = poisoned(layer, 8, BFLOAT), torch.empty_like(x)
+    expected = run(x, layer, ids, weights)
+    other = torch.randn(2048, 2048, device="cuda")
+    stream = torch.cuda.Stream()
+    for _ in range(50):
+        with torch.cuda.stream(stream):
+            other = (other @ other).tanh()
+        assert torch.equal(moe_decode(x, layer, ids, weights, workspace, out), expected)
+
+
+@GPU
+def test_a_slab_beyond_two_gigabytes():  # RT-4
+    small = on_gpu(Geometry(6144, 2048, 8))
+    large = Geometry(6144, 2048, 256)
+    size = large.bundle_bytes
+    atoms = torch.zeros(large.slots, large.slot_stride(256), dtype=torch.uint8, device="cuda")
+    assert atoms.nbytes > 1 << 31
+    atoms[:, 255 * size : 256 * size] = small.atoms[:, 7 * size : 8 * size]
+    scales = small.shared_scales[:, :1].expand(3, 256, large.hidden).contiguous()
+    layer = LayerWeights(
+        1,
+        large,
+        range(large.slots),
+        torch.zeros(256, dtype=torch.uint8, device="cuda"),
+        scales,
+        atoms,
+        torch.ones(256, dtype=torch.uint8, device="cuda"),
+        traits=Traits(1, True),
+    )
+    x, ids, weights = inputs(small, 3, 1, BFLOAT)
+    first = run(x, small, torch.full_like(ids, 7), weights)
+    assert torch.equal(run(x, layer, torch.full_like(ids, 255), weights), first)
+    assert first.any()
+
+
+@GPU
+def test_the_plain_way_agrees(monkeypatch):
+    layer = on_gpu(Geometry(640, 512, 5), codes=[0, 0x11, 0x12, 0x21, 0])
+    x, ids, weights = inputs(layer, 9, 3, BFLOAT)
+    warps = check(x, layer, ids, weights)
+    monkeypatch.setattr(module, "ways", lambda _device: (False, False))
+    assert error(check(x, layer, ids, weights), warps.float()) < BOUND[BFLOAT]
+
+
+@GPU
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT, torch.float32])
+def test_the_operator_on_a_gpu(dtype):
+    layer = on_gpu(codes=[0, 0x11, 0, 0, 0x01])
+    x, ids, weights = inputs(layer, 37, 3, dtype)
+    for rows in (x, x.T.contiguous().T, torch.cat([x, x], 1)[:, :128]):
+        found = moe_forward(rows, layer, ids, weights)
+        expected = moe_forward_reference(x.float(), layer, ids, weights)
+        assert found.dtype == dtype
+        assert error(found, expected) < {**BOUND, torch.float32: 1e-5}[dtype]

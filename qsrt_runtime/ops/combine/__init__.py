@@ -1,7 +1,6 @@
 """The output of a few tokens from the sums of down."""
 
 import torch
-import triton
 
 from qsrt_runtime.ops.combine.kernel import combine_kernel
 from qsrt_runtime.weights import LayerWeights
@@ -22,7 +21,7 @@ def combine(
     weights: [T, k], factors of the routes' results, or None.   out: [T, H], contiguous.
     """
     hidden, experts, topk = layer.geometry.hidden, layer.geometry.experts, topk_ids.shape[1]
-    combine_kernel[(len(out), triton.cdiv(hidden, 256))](
+    combine_kernel[(len(out), -(-hidden // 256))](
         workspace.partial,
         layer.shared_scales[2],
         layer.activations if weights is None else weights,
@@ -39,7 +38,7 @@ def combine(
         TILES=-(-hidden // COLUMNS),
         STEPS=len(layer.slots) // 2,
         TOPK=topk,
-        CHOICES=triton.next_power_of_2(topk),
+        CHOICES=1 << (topk - 1).bit_length(),
         BY_ROUTE=layer.traits.inputs == 0,
         WEIGH=weights is not None,
         SINGLE=len(topk_ids) == 1,

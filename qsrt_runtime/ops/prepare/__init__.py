@@ -1,7 +1,6 @@
 """Group a few tokens' routes by expert, and rotate their rows."""
 
 import torch
-import triton
 
 from qsrt_runtime.ops.prepare.kernel import prepare_kernel
 from qsrt_runtime.weights import LayerWeights
@@ -27,7 +26,7 @@ def prepare(
     hidden, experts = layer.geometry.hidden, layer.geometry.experts
     by_route = layer.traits.inputs == 0
     rows = tokens * topk if by_route else tokens
-    parts = triton.cdiv(hidden // 128, BLOCKS)
+    parts = -(-hidden // (128 * BLOCKS))
     prepare_kernel[(1 + rows * parts,)](
         x,
         layer.shared_scales,
@@ -50,7 +49,7 @@ def prepare(
         BY_ROUTE=by_route,
         INPUTS=2 if by_route else layer.traits.inputs,
         BLOCKS=BLOCKS,
-        ROUTES=max(16, triton.next_power_of_2(tokens * topk)),
+        ROUTES=max(16, 1 << (tokens * topk - 1).bit_length()),
         SINGLE=tokens == 1,
         HAS_MAP=expert_map is not None,
         PDL=pdl,
