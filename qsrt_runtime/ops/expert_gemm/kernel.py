@@ -307,32 +307,55 @@ def _from_lane(value, lane):
 
 
 @triton.jit
+def _place_of(word, HIDDEN: tl.constexpr, SLOT_STRIDE: tl.constexpr, DOWN: tl.constexpr):
+    """Where one of a step's 96 words stands, from the step's first on."""
+    if not DOWN:
+        return word
+    tile = word // 24
+    slot = (tile >> 1) * (SLOT_STRIDE // 4)
+    return slot + (tile & 1) * (HIDDEN // 16 * 24) + word % 24
+
+
+@triton.jit
+def _exchange(r0, r1, r2, lane, number):
+    """Word 3 d + number of a step for each lane, d = 8 (lane % 4) + lane // 4.
+
+    r0, r1, r2: words lane, 32 + lane and 64 + lane. Each lane gives one word and takes one: the
+    word that it gives is of the lane with d = (lane - number) / 3, modulo 32.
+    """
+    given = (3 * (((lane - number) * 11) & 31) + number) >> 5
+    value = tl.where(given == 0, r0, tl.where(given == 1, r1, r2))
+    return _from_lane(value, (3 * (8 * (lane & 3) + (lane >> 2)) + number) & 31)
+
+
+@triton.jit
 def _first_words(
     slab, strip, group, quarter, expert, position, HIDDEN: tl.constexpr, BUNDLE: tl.constexpr,
     SLOT_STRIDE: tl.constexpr, TILES: tl.constexpr, STEPS: tl.constexpr, DOWN: tl.constexpr,
     UNIFORM: tl.constexpr,
 ):  # fmt: skip
-    """Where a lane's words of a position's step are, whether there are any, and how far on the
-    next step's; without the parts that depend on a pair's bits unless all are of 3.
+    """Where a lane's first word of a position's step is, whether there is any, and how far on the
+    next step's. Where all pairs are of 3 bits, the word that the lane reads (see _exchange); else
+    the strip, without what depends on a pair's bits.
     """
     part, step = position // STEPS % TILES, position % STEPS
     words = slab + expert.to(tl.int64) * (BUNDLE // 4)
     if DOWN:
         hidden_tile = part * 32 + strip
         there = hidden_tile < HIDDEN // 16
-        slot = 2 * step + (quarter >> 1)
-        words += 6 * HIDDEN + slot.to(tl.int64) * (SLOT_STRIDE // 4)
-        side = quarter & 1
+        words += 6 * HIDDEN + 2 * step.to(tl.int64) * (SLOT_STRIDE // 4)
         advance: tl.constexpr = 2 * SLOT_STRIDE // 4
+        if UNIFORM:
+            words += hidden_tile * 24 + _place_of(group * 4 + quarter, HIDDEN, SLOT_STRIDE, DOWN)
+        else:
+            words += (quarter >> 1) * (SLOT_STRIDE // 4)
     else:
-        hidden_tile = step * 4 + quarter
         there = strip >= 0
         slot = part * 8 + (strip & 7)
         words += (strip >> 4) * (3 * HIDDEN) + slot.to(tl.int64) * (SLOT_STRIDE // 4)
-        side = (strip >> 3) & 1
         advance: tl.constexpr = 96 if UNIFORM else 0
-    if UNIFORM:
-        words += side * (HIDDEN // 16 * 24) + hidden_tile * 24 + group * 3
+        if UNIFORM:
+            words += ((strip >> 3) & 1) * (HIDDEN // 16 * 24) + step * 96 + group * 4 + quarter
     return words, there, advance
 
 
@@ -414,11 +437,15 @@ def warps_kernel(
         slab, strip, group, quarter, expert, position, HIDDEN, BUNDLE, SLOT_STRIDE,
         TILES, STEPS, DOWN, UNIFORM,
     )  # fmt: skip
+    second = _place_of(lane + 32, HIDDEN, SLOT_STRIDE, DOWN)
+    second -= _place_of(lane, HIDDEN, SLOT_STRIDE, DOWN)
+    third = _place_of(lane + 64, HIDDEN, SLOT_STRIDE, DOWN)
+    third -= _place_of(lane, HIDDEN, SLOT_STRIDE, DOWN)
     if UNIFORM:
         more = there & (position < end)
         n1 = tl.load(words, mask=more, other=0, cache_modifier=".cg")
-        n2 = tl.load(words + 1, mask=more, other=0, cache_modifier=".cg")
-        n3 = tl.load(words + 2, mask=more, other=0, cache_modifier=".cg")
+        n2 = tl.load(words + second, mask=more, other=0, cache_modifier=".cg")
+        n3 = tl.load(words + third, mask=more, other=0, cache_modifier=".cg")
     if SINGLE or DOWN:
         wait_for_previous(PDL)
     tl.inline_asm_elementwise(_COPIED, "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1)
@@ -451,14 +478,16 @@ def warps_kernel(
         c3 = c0
         for step in range(first, last):
             if UNIFORM:
-                w1, w2, w3 = n1, n2, n3
+                w1 = _exchange(n1, n2, n3, lane, 0)
+                w2 = _exchange(n1, n2, n3, lane, 1)
+                w3 = _exchange(n1, n2, n3, lane, 2)
                 words += advance
                 is_last = step + 1 == last
                 at = tl.where(is_last, next_words, words)
                 more = tl.where(is_last, next_there, there)
                 n1 = tl.load(at, mask=more, other=0, cache_modifier=".cg")
-                n2 = tl.load(at + 1, mask=more, other=0, cache_modifier=".cg")
-                n3 = tl.load(at + 2, mask=more, other=0, cache_modifier=".cg")
+                n2 = tl.load(at + second, mask=more, other=0, cache_modifier=".cg")
+                n3 = tl.load(at + third, mask=more, other=0, cache_modifier=".cg")
                 newest = w3
             else:
                 pair = first_pair + (step // 4 if DOWN else part)
