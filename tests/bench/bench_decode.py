@@ -1,7 +1,7 @@
 """Decoding a few tokens: moe_decode against a bfloat16 layer of the same shape, in one run.
 
     python tests/bench/bench_decode.py [--shapes fruit,qwen30b,glm,mixtral] [--tokens 1,2,4,8,16]
-                                       [--parts] [--no-baseline]
+                                       [--parts] [--variants]
 
 Layers of random words. Every figure is the median of CUDA graph replays over several sets of
 inputs, whose experts together are larger than L2, in microseconds a layer. Both sides take hidden
@@ -18,7 +18,9 @@ from unittest.mock import patch
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
+
+import bf16_moe
 
 from qsrt_runtime import moe_decode as decode
 from qsrt_runtime.format.geometry import Geometry
@@ -158,15 +160,43 @@ def parts_of(
     return found
 
 
+def baseline_us(name: str, tokens: int, tensors: list[torch.Tensor]) -> tuple[float, float, float]:
+    """The best bfloat16 layer: routing outside, routing inside; and outside without overlap.
+
+    One token goes by a path that needs no routing.
+    """
+    path, config = bf16_moe.BEST[name, tokens]
+    bench = bf16_moe.Bench(name, tokens, tensors)
+    outside = bench.time(path, config)
+    apart = bf16_moe.Bench(name, tokens, tensors, pdl=False).time(path, config)
+    if path == "gemv":
+        return outside, outside, apart
+    calls = [
+        lambda inputs=inputs, launches=launches: [
+            inputs[3].run(inputs[1]),
+            *(launch.run() for launch in launches),
+        ]
+        for inputs, launches in zip(bench.inputs, bench.launches(path, config), strict=True)
+    ]
+    return outside, bf16_moe.graph_time(calls), apart
+
+
 def bench(name: str, tokens: list[int], with_parts: bool) -> None:
     hidden, intermediate, experts, topk = SHAPES[name]
     geometry = Geometry(hidden, intermediate, experts)
     layer = random_layer(geometry)
     workspace = make_workspace(geometry, topk, 16, torch.bfloat16, DEVICE)
+    tensors = bf16_moe.make_weights(name)
     for count in tokens:
         error = check(layer, topk, workspace, count, torch.bfloat16)
         us = graph_us(calls_of(layer, topk, workspace, count))
-        say(f"{name:8} M={count:<2} {us:7.1f} us, relative error {error:.2e}")
+        outside, inside, apart = baseline_us(name, count, tensors)
+        noted = bf16_moe.TARGETS.get((name, count))
+        say(
+            f"{name:8} M={count:<2} {us:7.1f} us, error {error:.2e}; bfloat16 {inside:7.1f} us "
+            f"(routing outside {outside:.1f}, launches apart {apart:.1f}, noted before {noted}), "
+            f"ratio of speeds {inside / us:.2f}"
+        )
         if with_parts:
             parts = parts_of(layer, topk, workspace, count)
             say("  up to " + ", ".join(f"{k} {graph_us(v):.1f}" for k, v in parts.items()))

@@ -59,7 +59,28 @@ TARGETS = {
     ("mixtral", 16): 656.0,
 }
 # (path, configuration) by (shape, tokens), as a sweep printed it.
-BEST: dict[tuple[str, int], tuple[str, dict[str, tuple[int, ...]]]] = {}
+BEST: dict[tuple[str, int], tuple[str, dict[str, tuple[int, ...]]]] = {
+    ("fruit", 1): ("gemv", {"fc1": (2, 4), "fc2": (4, 2)}),
+    ("fruit", 2): ("gemv", {"fc1": (8, 2), "fc2": (8, 2)}),
+    ("fruit", 4): ("gemm", {"fc1": (16, 128, 2, 3), "fc2": (32, 256, 4, 3, 1)}),
+    ("fruit", 8): ("gemm", {"fc1": (32, 256, 4, 3), "fc2": (64, 64, 4, 5, 1)}),
+    ("fruit", 16): ("gemm", {"fc1": (32, 256, 4, 3), "fc2": (32, 128, 2, 3, 1)}),
+    ("qwen30b", 1): ("gemv", {"fc1": (2, 4), "fc2": (2, 2)}),
+    ("qwen30b", 2): ("gemv", {"fc1": (2, 4), "fc2": (2, 1)}),
+    ("qwen30b", 4): ("gemm", {"fc1": (32, 256, 4, 3), "fc2": (64, 128, 4, 3, 1)}),
+    ("qwen30b", 8): ("gemm", {"fc1": (32, 256, 4, 3), "fc2": (64, 256, 4, 3, 1)}),
+    ("qwen30b", 16): ("gemm", {"fc1": (32, 256, 4, 3), "fc2": (64, 256, 4, 3, 1)}),
+    ("glm", 1): ("gemv", {"fc1": (4, 2), "fc2": (4, 8)}),
+    ("glm", 2): ("gemv", {"fc1": (4, 2), "fc2": (4, 8)}),
+    ("glm", 4): ("gemm", {"fc1": (32, 128, 4, 4), "fc2": (32, 256, 4, 3, 1)}),
+    ("glm", 8): ("gemm", {"fc1": (32, 128, 4, 3), "fc2": (32, 256, 4, 3, 1)}),
+    ("glm", 16): ("gemm", {"fc1": (32, 128, 4, 4), "fc2": (32, 256, 4, 3, 1)}),
+    ("mixtral", 1): ("gemv", {"fc1": (2, 8), "fc2": (2, 8)}),
+    ("mixtral", 2): ("gemv", {"fc1": (2, 8), "fc2": (2, 8)}),
+    ("mixtral", 4): ("gemm", {"fc1": (32, 128, 4, 4), "fc2": (32, 256, 4, 3, 2)}),
+    ("mixtral", 8): ("gemm", {"fc1": (32, 128, 4, 4), "fc2": (32, 256, 4, 3, 2)}),
+    ("mixtral", 16): ("gemm", {"fc1": (32, 128, 4, 4), "fc2": (32, 256, 4, 3, 1)}),
+}
 
 BLOCK = 16  # routes of a block: the rows of one tensor-core tile
 MAX_ROUTES = 128

@@ -103,17 +103,18 @@ def activate_kernel(
     wait_for_previous(PDL)
     if at < 0:
         return
-    column = tl.arange(0, 512)
-    sums = tl.zeros((512,), tl.float32)
+    gate = tl.zeros((256,), tl.float32)
+    up = tl.zeros((256,), tl.float32)
     while first <= last:  # no range: the interpreter cannot take its ends from tensors
         program = first + tl.arange(0, PARTS)
         there = (program <= last)[:, None]
         part = partial + ((program + tile) * PLACES + place).to(tl.int64)[:, None] * COLUMNS
-        sums += tl.sum(tl.load(part + column[None, :], mask=there, other=0), 0)
+        gate += tl.sum(tl.load(part + channel[None, :], mask=there, other=0), 0)
+        up += tl.sum(tl.load(part + 256 + channel[None, :], mask=there, other=0), 0)
         first += PARTS
-    rotated = tl.reshape(rotate(tl.reshape(sums, (4, 128)), 4), (2, 256))
-    gate, up = tl.split(tl.trans(rotated))
-    middle = activate(gate * gate_scale, up * up_scale, is_situ, BETA, LINEAR_BETA) * down_scale
+    gate = tl.reshape(rotate(tl.reshape(gate, (2, 128)), 2), (256,)) * gate_scale
+    up = tl.reshape(rotate(tl.reshape(up, (2, 128)), 2), (256,)) * up_scale
+    middle = activate(gate, up, is_situ, BETA, LINEAR_BETA) * down_scale
     middle = tl.reshape(rotate(tl.reshape(middle, (2, 128)), 2), (256,))
     target = out + route.to(tl.int64) * (256 * PAIRS) + pair * 256
     order = in_fragment_order(slot * 32 + side * 16 + inside)
