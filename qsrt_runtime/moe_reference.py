@@ -75,12 +75,15 @@ def _forward(
 def expert_forward_reference(x: torch.Tensor, expert: Expert, activation: str) -> torch.Tensor:
     """One expert, or some of its pairs, on rows x [n, H] float32 -> [n, H] float32."""
     gate, up = matmul_reference(x, expert.w1, "out"), matmul_reference(x, expert.w3, "out")
-    if activation == "silu":
-        middle = torch.nn.functional.silu(gate) * up
-    else:
-        middle = SITU_BETA * torch.tanh(gate / SITU_BETA) * torch.sigmoid(gate)
-        middle = middle * (SITU_LINEAR_BETA * torch.tanh(up / SITU_LINEAR_BETA))
-    return matmul_reference(middle, expert.w2, "in")
+    return matmul_reference(activation_reference(activation, gate, up), expert.w2, "in")
+
+
+def activation_reference(name: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """What stands between the products: SiLU or SiTU of float32 tensors of one shape."""
+    if name == "silu":
+        return torch.nn.functional.silu(gate) * up
+    gate = SITU_BETA * torch.tanh(gate / SITU_BETA) * torch.sigmoid(gate)
+    return gate * (SITU_LINEAR_BETA * torch.tanh(up / SITU_LINEAR_BETA))
 
 
 def matmul_reference(x: torch.Tensor, matrix: Matrix, rate_axis: str) -> torch.Tensor:

@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2]), str(Path(__file__).resolve().parent)]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import bf16_moe
 

@@ -2,78 +2,27 @@
 
 import pytest
 import torch
+from layers import (
+    BFLOAT,
+    BOUND,
+    DEVICES,
+    GPU,
+    HALF,
+    SMALL,
+    error,
+    inputs,
+    place,
+    poisoned,
+    random_layer,
+)
 
 from qsrt_runtime import moe_decode as module
 from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.moe import moe_forward
 from qsrt_runtime.moe_decode import moe_decode
 from qsrt_runtime.moe_reference import moe_forward_reference
-from qsrt_runtime.weights import LayerWeights, Traits, traits_of
+from qsrt_runtime.weights import LayerWeights, Traits
 from qsrt_runtime.workspace import make_workspace
-
-HALF, BFLOAT = torch.float16, torch.bfloat16
-BOUND = {HALF: 6e-4, BFLOAT: 4.4e-3}
-GPU = pytest.mark.gpu
-# The interpreter's bfloat16 product is wrong, so that type runs on a GPU alone.
-PLACES = [
-    pytest.param("cpu", HALF, id="cpu-float16"),
-    pytest.param("cuda", HALF, marks=GPU, id="cuda-float16"),
-    pytest.param("cuda", BFLOAT, marks=GPU, id="cuda-bfloat16"),
-]
-SMALL = Geometry(128, 256, 5)
-
-
-def place(name):
-    if name == "cpu" and torch.cuda.is_available():
-        pytest.skip("kernels run on the GPU here, not in the interpreter")
-    return torch.device(name)
-
-
-def random_layer(geometry, device, *, codes=None, sides="one", layer=1, seed=0, slots=None):
-    """Random words and scales. sides: hidden scales of "one" input, "two", or each "expert"'s."""
-    generator = torch.Generator().manual_seed(seed)
-    experts, hidden, size = geometry.experts, geometry.hidden, geometry.bundle_bytes
-
-    def scales(*shape):
-        draw = torch.randn(shape, generator=generator)
-        return ((0.5 + draw.abs()) * draw.sign() / 4).half()
-
-    shape = (geometry.slots, geometry.slot_stride(experts))
-    atoms = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
-    for expert in range(experts):
-        local = slice(expert * size + 36 * hidden, (expert + 1) * size)
-        atoms[:, local] = scales(geometry.slots, 96).view(torch.uint8)
-    shared = scales(3, experts if sides == "expert" else 1, hidden)
-    if sides == "one":
-        shared[1] = shared[0]
-    shared = shared.expand(3, experts, hidden).contiguous()
-    codes = torch.tensor(codes or [0] * experts, dtype=torch.uint8)
-    activations = torch.arange(experts, dtype=torch.uint8) % 2
-    slots = slots or range(geometry.slots)
-    tensors = [codes, shared, atoms[slots.start : slots.stop].contiguous(), activations]
-    return LayerWeights(
-        layer, geometry, slots, *(t.to(device) for t in tensors), traits=traits_of(shared, codes)
-    )
-
-
-def inputs(layer, tokens, topk, dtype, *, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(tokens, layer.geometry.hidden, generator=generator).to(dtype)
-    rows = [torch.randperm(layer.geometry.experts, generator=generator) for _ in range(tokens)]
-    ids = torch.stack([row[:topk] for row in rows]).int()
-    weights = torch.rand(tokens, topk, generator=generator)
-    device = layer.atoms.device
-    return x.to(device), ids.to(device), weights.to(device)
-
-
-def poisoned(layer, topk, dtype, tokens=16):
-    """A workspace in which what is not written is noticed."""
-    workspace = make_workspace(layer.geometry, topk, tokens, dtype, layer.atoms.device)
-    for value in (workspace.rotated, workspace.middle, workspace.partial):
-        value.fill_(float("nan"))
-    for value in (workspace.block_experts, workspace.block_routes, workspace.route_places):
-        value.fill_(1 << 30)
-    return workspace
 
 
 def run(x, layer, ids, weights, workspace=None, **options):
@@ -81,10 +30,6 @@ def run(x, layer, ids, weights, workspace=None, **options):
     return moe_decode(
         x, layer, ids, weights, workspace, torch.full_like(x, float("nan")), **options
     )
-
-
-def error(found, expected):
-    return ((found.float() - expected).norm() / expected.norm()).item()
 
 
 def check(x, layer, ids, weights, **options):
@@ -97,7 +42,7 @@ def check(x, layer, ids, weights, **options):
     return found
 
 
-@pytest.mark.parametrize(("name", "dtype"), PLACES)
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
 @pytest.mark.parametrize("sides", ["one", "two", "expert"])
 @pytest.mark.parametrize(
     ("geometry", "codes"),
@@ -118,7 +63,7 @@ def test_is_the_reference(name, dtype, sides, geometry, codes):
     assert error(run(x, general, ids, weights), found.float()) < BOUND[dtype]
 
 
-@pytest.mark.parametrize(("name", "dtype"), PLACES)
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
 @pytest.mark.parametrize("tokens", [1, 2, 7, 16])
 def test_any_number_of_tokens(name, dtype, tokens):
     layer = random_layer(SMALL, place(name))
@@ -130,7 +75,7 @@ def inputs_of(layer, tokens, dtype):
     return x, layer, ids, weights
 
 
-@pytest.mark.parametrize(("name", "dtype"), PLACES)
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
 def test_all_tokens_on_one_expert(name, dtype):  # RT-3b
     layer = random_layer(SMALL, place(name))
     x, ids, weights = inputs(layer, 16, 2, dtype)
@@ -140,7 +85,7 @@ def test_all_tokens_on_one_expert(name, dtype):  # RT-3b
     check(x, layer, ids, weights)
 
 
-@pytest.mark.parametrize(("name", "dtype"), PLACES)
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
 def test_no_expert(name, dtype):  # RT-1a, RT-1b
     layer = random_layer(SMALL, place(name))
     x, ids, weights = inputs(layer, 4, 3, dtype)
@@ -155,7 +100,7 @@ def test_no_expert(name, dtype):  # RT-1a, RT-1b
     assert not run(x, layer, torch.full_like(ids, -1), weights).any()
 
 
-@pytest.mark.parametrize(("name", "dtype"), PLACES)
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
 def test_ids_that_name_no_expert_are_counted(name, dtype):
     layer = random_layer(SMALL, place(name))
     x, ids, weights = inputs(layer, 2, 3, dtype)
@@ -170,7 +115,7 @@ def test_ids_that_name_no_expert_are_counted(name, dtype):
     assert workspace.invalid_routes() == 0
 
 
-@pytest.mark.parametrize(("name", "dtype"), PLACES)
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
 def test_expert_map(name, dtype):  # RT-1c
     layer = random_layer(SMALL, place(name))
     x, ids, weights = inputs(layer, 3, 2, dtype)
@@ -187,7 +132,7 @@ def test_expert_map(name, dtype):  # RT-1c
     assert torch.equal(lost, run(x, layer, here[places], weights))
 
 
-@pytest.mark.parametrize(("name", "dtype"), PLACES)
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
 def test_ranks_add_up(name, dtype):  # RT-11a
     geometry, device = Geometry(128, 768, 3), place(name)
     whole = random_layer(geometry, device, codes=[0x11, 0, 0x02])
@@ -199,7 +144,7 @@ def test_ranks_add_up(name, dtype):  # RT-11a
     assert error(total, expected) < BOUND[dtype]
 
 
-@pytest.mark.parametrize(("name", "dtype"), PLACES)
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
 def test_types_of_ids_and_weights(name, dtype):  # RT-7b
     layer = random_layer(SMALL, place(name))
     x, ids, weights = inputs(layer, 2, 2, dtype)
@@ -243,7 +188,7 @@ def test_arguments_that_do_not_fit(change, error_type, message):  # RT-7a, RT-7c
         moe_decode(layer=layer, workspace=poisoned(layer, **sizes), **given)
 
 
-@pytest.mark.parametrize(("name", "dtype"), PLACES)
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
 def test_views_off_their_alignment(name, dtype):  # RT-7a
     layer = random_layer(SMALL, place(name))
     x, ids, weights = inputs(layer, 2, 2, dtype)

@@ -11,7 +11,7 @@ from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import COLUMNS, Workspace
 
 SHARED_BYTES = 131072  # of the labels of 3 bits, which the warps' way keeps in shared memory
-WIDTH = 128  # columns of a program of the plain way
+WIDTH = {"cuda": 128, "cpu": 256}  # columns of a program of the plain way
 ARITHMETIC = 4  # of a lane's 16 pairs; best of 2 to 5 on an H200
 
 
@@ -67,8 +67,10 @@ def expert_gemm(
         geometry.experts,
     )
     if not warps:
-        grid = (workspace.programs, COLUMNS // WIDTH)
-        plain_kernel[grid](*arguments, **sizes, WIDTH=WIDTH, num_warps=8, launch_pdl=pdl)
+        width = WIDTH[rows.device.type]
+        columns = min(COLUMNS, geometry.hidden) if down else COLUMNS
+        grid = (workspace.programs, -(-columns // width))
+        plain_kernel[grid](*arguments, **sizes, WIDTH=width, num_warps=8, launch_pdl=pdl)
         return
     is_bfloat16 = rows.dtype == torch.bfloat16
     compiled = warps_kernel[(workspace.programs,)](

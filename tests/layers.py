@@ -1,0 +1,76 @@
+"""Layers of random words and inputs for the runtime's kernels."""
+
+import pytest
+import torch
+
+from qsrt_runtime.format.geometry import Geometry
+from qsrt_runtime.weights import LayerWeights, traits_of
+from qsrt_runtime.workspace import make_workspace
+
+HALF, BFLOAT = torch.float16, torch.bfloat16
+BOUND = {HALF: 6e-4, BFLOAT: 4.4e-3}
+GPU = pytest.mark.gpu
+# The interpreter's bfloat16 product is wrong, so that type runs on a GPU alone.
+DEVICES = [
+    pytest.param("cpu", HALF, id="cpu-float16"),
+    pytest.param("cuda", HALF, marks=GPU, id="cuda-float16"),
+    pytest.param("cuda", BFLOAT, marks=GPU, id="cuda-bfloat16"),
+]
+SMALL = Geometry(128, 256, 5)
+
+
+def place(name):
+    if name == "cpu" and torch.cuda.is_available():
+        pytest.skip("kernels run on the GPU here, not in the interpreter")
+    return torch.device(name)
+
+
+def random_layer(geometry, device, *, codes=None, sides="one", layer=1, seed=0, slots=None):
+    """Random words and scales. sides: hidden scales of "one" input, "two", or each "expert"'s."""
+    generator = torch.Generator().manual_seed(seed)
+    experts, hidden, size = geometry.experts, geometry.hidden, geometry.bundle_bytes
+
+    def scales(*shape):
+        draw = torch.randn(shape, generator=generator)
+        return ((0.5 + draw.abs()) * draw.sign() / 4).half()
+
+    shape = (geometry.slots, geometry.slot_stride(experts))
+    atoms = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    for expert in range(experts):
+        local = slice(expert * size + 36 * hidden, (expert + 1) * size)
+        atoms[:, local] = scales(geometry.slots, 96).view(torch.uint8)
+    shared = scales(3, experts if sides == "expert" else 1, hidden)
+    if sides == "one":
+        shared[1] = shared[0]
+    shared = shared.expand(3, experts, hidden).contiguous()
+    codes = torch.tensor(codes or [0] * experts, dtype=torch.uint8)
+    activations = torch.arange(experts, dtype=torch.uint8) % 2
+    slots = slots or range(geometry.slots)
+    tensors = [codes, shared, atoms[slots.start : slots.stop].contiguous(), activations]
+    return LayerWeights(
+        layer, geometry, slots, *(t.to(device) for t in tensors), traits=traits_of(shared, codes)
+    )
+
+
+def inputs(layer, tokens, topk, dtype, *, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(tokens, layer.geometry.hidden, generator=generator).to(dtype)
+    rows = [torch.randperm(layer.geometry.experts, generator=generator) for _ in range(tokens)]
+    ids = torch.stack([row[:topk] for row in rows]).int()
+    weights = torch.rand(tokens, topk, generator=generator)
+    device = layer.atoms.device
+    return x.to(device), ids.to(device), weights.to(device)
+
+
+def poisoned(layer, topk, dtype, tokens=16):
+    """A workspace in which what is not written is noticed."""
+    workspace = make_workspace(layer.geometry, topk, tokens, dtype, layer.atoms.device)
+    for value in (workspace.rotated, workspace.middle, workspace.partial):
+        value.fill_(float("nan"))
+    for value in (workspace.block_experts, workspace.block_routes, workspace.route_places):
+        value.fill_(1 << 30)
+    return workspace
+
+
+def error(found, expected):
+    return ((found.float() - expected).norm() / expected.norm()).item()

@@ -1,0 +1,153 @@
+"""Each launch of moe_decode against its own reference, under the interpreter and on a GPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from layers import BOUND, DEVICES, error, inputs, place, poisoned, random_layer
+
+from qsrt_runtime.format.geometry import Geometry
+from qsrt_runtime.moe_decode import ways
+from qsrt_runtime.ops.activate import activate
+from qsrt_runtime.ops.activate.reference import activate_reference
+from qsrt_runtime.ops.combine import combine
+from qsrt_runtime.ops.combine.reference import combine_reference
+from qsrt_runtime.ops.expert_gemm import expert_gemm
+from qsrt_runtime.ops.expert_gemm.reference import (
+    down_reference,
+    gate_up_reference,
+    in_slot_order,
+)
+from qsrt_runtime.ops.prepare import prepare
+from qsrt_runtime.ops.prepare.reference import map_routes_reference, rotate_rows_reference
+from qsrt_runtime.workspace import COLUMNS, PLACES
+
+TOPK = 2
+
+
+def natural(rows):
+    """Rows whose tiles are in fragment order, in the channels' own."""
+    place = torch.tensor([0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15])
+    return rows.unflatten(-1, (-1, 16))[..., place.to(rows.device)].flatten(-2).float()
+
+
+def in_fragment_order(rows):
+    order = torch.tensor([0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15])
+    return rows.unflatten(-1, (-1, 16))[..., order.to(rows.device)].flatten(-2)
+
+
+def summed(workspace, places, blocks, tiles, steps):
+    """The parts of each route's tiles, added: [R, COLUMNS tiles]."""
+    unit = max(1, -(-blocks * tiles * steps // workspace.programs))
+    rows = []
+    for at in places:
+        block, place = divmod(at, PLACES)
+        for tile in range(block * tiles, (block + 1) * tiles):
+            programs = range(tile * steps // unit, (tile * steps + steps - 1) // unit + 1)
+            rows.append(sum(workspace.partial[p + tile, place] for p in programs))
+    return torch.stack(rows).unflatten(0, (-1, tiles)).flatten(1)
+
+
+def case(name, dtype, sides, tokens):
+    layer = random_layer(GEOMETRY, place(name), codes=[0x00, 0x12, 0x21], sides=sides)
+    x, ids, weights = inputs(layer, tokens, TOPK, dtype)
+    return layer, x, ids, weights, ids.flatten().tolist(), poisoned(layer, TOPK, dtype)
+
+
+GEOMETRY = Geometry(256, 512, 3)
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+@pytest.mark.parametrize("tokens", [2, 16])
+def test_routes(name, dtype, tokens):
+    layer, x, ids, _, _, workspace = case(name, dtype, "one", tokens)
+    ids[0, 1], ids[-1] = -1, 2
+    prepare(x, layer, ids, None, workspace, False)
+    blocks, routes, places = map_routes_reference(ids.flatten().tolist())
+    assert workspace.counts.tolist() == [len(blocks), 0]
+    assert workspace.block_experts[: len(blocks)].tolist() == blocks
+    assert workspace.block_routes[: len(blocks)].tolist() == routes
+    assert workspace.route_places[: ids.numel()].tolist() == places
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+@pytest.mark.parametrize("sides", ["one", "two", "expert"])
+def test_rotated_rows(name, dtype, sides):
+    layer, x, ids, _, experts, workspace = case(name, dtype, sides, 3)
+    prepare(x, layer, ids, None, workspace, False)
+    gate, up = rotate_rows_reference(x, layer, experts)
+    step = 1 if sides == "expert" else TOPK
+    count = len(experts) // step
+    found = natural(workspace.rotated)
+    assert error(found[:count], gate[::step]) < BOUND[dtype]
+    if sides != "one":
+        assert error(found[count : 2 * count], up[::step]) < BOUND[dtype]
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_products(name, dtype, tokens):
+    layer, x, ids, _, experts, workspace = case(name, dtype, "one", tokens)
+    prepare(x, layer, ids, None, workspace, False)
+    blocks, _, places = map_routes_reference(experts)
+    warps, _ = ways(x.device)
+    rows = natural(workspace.rotated)
+    for down in (False, True):
+        source, divisor = (workspace.middle, 1) if down else (workspace.rotated, TOPK)
+        if down:
+            middle = torch.randn(source.shape, device=x.device).to(dtype)
+            source.copy_(in_fragment_order(middle))
+            rows = middle.float()
+        expert_gemm(
+            source, layer, ids, None, workspace, divisor, 0, down=down, warps=warps, pdl=False
+        )
+        tiles, steps = (1, 8) if down else (2, 4)
+        found = summed(workspace, places, len(blocks), tiles, steps)
+        for route, expert in enumerate(experts):
+            row = rows[route // divisor : route // divisor + 1]
+            if down:
+                expected = down_reference(row, layer, expert)
+                assert error(found[route, :256], expected[0]) < 1e-5
+            else:
+                expected = gate_up_reference(row, row, layer, expert)
+                assert error(found[route], expected[0]) < 1e-5
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+@pytest.mark.parametrize("weigh", [False, True])
+def test_activation(name, dtype, weigh):
+    layer, x, ids, weights, experts, workspace = case(name, dtype, "one", 3)
+    prepare(x, layer, ids, None, workspace, False)
+    blocks, _, places = map_routes_reference(experts)
+    workspace = replace(workspace, programs=len(blocks) * 2 * 4)  # one for each step
+    workspace = replace(workspace, partial=workspace.partial.new_zeros(100, PLACES, COLUMNS))
+    sums = 3 * torch.randn(len(experts), 2 * COLUMNS, device=x.device)
+    for route, at in enumerate(places):
+        block, place_ = divmod(at, PLACES)
+        for i in range(2):
+            tile = 2 * block + i
+            workspace.partial[4 * tile + tile, place_] = sums[route, i * COLUMNS :][:COLUMNS]
+    activate(layer, ids, None, weights if weigh else None, workspace, False)
+    found = natural(workspace.middle)
+    factors = weights.flatten() if weigh else torch.ones(len(experts), device=x.device)
+    for i, expert in enumerate(experts):
+        order = in_slot_order(layer, expert)
+        expected = activate_reference(sums[i : i + 1], layer, expert, order, factors[i : i + 1])
+        assert error(found[i], expected[0]) < BOUND[dtype]
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+@pytest.mark.parametrize("sides", ["one", "expert"])
+def test_combination(name, dtype, sides):
+    layer, x, ids, weights, experts, workspace = case(name, dtype, sides, 3)
+    prepare(x, layer, ids, None, workspace, False)
+    blocks, _, places = map_routes_reference(experts)
+    workspace = replace(workspace, programs=len(blocks) * 8)
+    workspace = replace(workspace, partial=workspace.partial.new_zeros(100, PLACES, COLUMNS))
+    sums = torch.randn(len(experts), 256, device=x.device)
+    for route, at in enumerate(places):
+        block, place_ = divmod(at, PLACES)
+        workspace.partial[8 * block + block, place_, :256] = sums[route]
+    out = torch.full_like(x, float("nan"))
+    combine(layer, ids, None, weights, workspace, out, False)
+    assert error(out, combine_reference(sums, layer, experts, weights)) < BOUND[dtype]
