@@ -28,7 +28,8 @@ from qsrt_runtime.moe_decode import moe_decode, ways
 from qsrt_runtime.moe_reference import moe_forward_reference
 from qsrt_runtime.ops import expert_gemm as expert_gemms
 from qsrt_runtime.ops.activate import activate
-from qsrt_runtime.ops.expert_gemm import expert_gemm, ptx
+from qsrt_runtime.ops.expert_gemm import expert_gemm
+from qsrt_runtime.ops.expert_gemm.warps import ptx
 from qsrt_runtime.ops.prepare import prepare
 from qsrt_runtime.weights import LayerWeights, traits_of
 from qsrt_runtime.workspace import Workspace, make_workspace

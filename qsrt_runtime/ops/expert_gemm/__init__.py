@@ -5,8 +5,9 @@ import functools
 import torch
 
 from qsrt_runtime.format import codebook
-from qsrt_runtime.ops.expert_gemm import ptx
-from qsrt_runtime.ops.expert_gemm.kernel import plain_kernel, warps_kernel
+from qsrt_runtime.ops.expert_gemm.kernel import plain_kernel
+from qsrt_runtime.ops.expert_gemm.warps import ptx
+from qsrt_runtime.ops.expert_gemm.warps.kernel import warps_kernel
 from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import COLUMNS, Workspace
 

@@ -6,15 +6,12 @@ gate and up together those of one physical pair of slots (low then high record o
 line, of which every program takes an equal run, so that all multiprocessors are busy at one token
 too; what a program makes of a tile is a part of its sum, and the next launch adds the parts.
 
-Two ways. Plain: any GPU, and the interpreter. Warps: for GPUs with 227 KB of shared memory, where
-the labels of 3 bits lie; a warp decodes a strip into the A fragments of the tensor cores, mostly in
-PTX (ptx.py).
+This is the plain way, for any GPU and the interpreter; warps/ has the other.
 """
 
 import triton
 import triton.language as tl
 
-from qsrt_runtime.ops.expert_gemm import ptx
 from qsrt_runtime.ops.kernel import (
     COLUMNS,
     PLACES,
@@ -23,15 +20,11 @@ from qsrt_runtime.ops.kernel import (
     wait_for_previous,
 )
 
-_STATES = tl.constexpr(65536)
-_COPY, _COPIED = tl.constexpr(ptx.COPY), tl.constexpr(ptx.COPIED)
-_ROW, _NEIGHBOUR = tl.constexpr(ptx.ROW), tl.constexpr(ptx.NEIGHBOUR)
-_STEP_WORDS = tl.constexpr(ptx.operands(12))
-_PRODUCT_WORDS = tl.constexpr(ptx.operands(24))
+STATES = tl.constexpr(65536)
 
 
 @triton.jit
-def _low_bits(codes, expert, pair, layer, PAIRS: tl.constexpr, DOWN: tl.constexpr):
+def low_bits(codes, expert, pair, layer, PAIRS: tl.constexpr, DOWN: tl.constexpr):
     """Bits of the low record of a physical pair of slots: 2 or 3; the high one has 6 less that."""
     code = tl.load(codes + expert).to(tl.int32)
     mode = code & 15
@@ -42,7 +35,7 @@ def _low_bits(codes, expert, pair, layer, PAIRS: tl.constexpr, DOWN: tl.constexp
 
 
 @triton.jit
-def _block(
+def block_of(
     ids, expert_map, block_experts, block_routes, block, place, num_ids, num_experts,
     SINGLE: tl.constexpr, HAS_MAP: tl.constexpr,
 ):  # fmt: skip
@@ -96,7 +89,7 @@ def _decode(
         offset = ((strip >> 4) * (12 * HIDDEN // 4))[None, :]
     low = 3
     if not UNIFORM:
-        low = _low_bits(codes, expert, first_pair + slot // 8, layer, PAIRS, DOWN)
+        low = low_bits(codes, expert, first_pair + slot // 8, layer, PAIRS, DOWN)
     bits = tl.where(side == 1, 6 - low, low)
     tiles = hidden_tile + slot * 0
     base = slot.to(tl.int64) * (SLOT_STRIDE // 4) + expert.to(tl.int64) * (BUNDLE // 4)
@@ -111,7 +104,7 @@ def _decode(
     old = tl.load(slab + base + before, mask=there, other=0).to(tl.uint32, bitcast=True)
     both = (old.to(tl.uint64) << 32) | new.to(tl.uint64)
     state = ((both >> (32 * (word + 1) - end).to(tl.uint64)) & 0xFFFF).to(tl.int32)
-    return tl.load(labels + (bits - 2) * _STATES + state)
+    return tl.load(labels + (bits - 2) * STATES + state)
 
 
 @triton.jit(
@@ -168,7 +161,7 @@ def plain_kernel(
         first = position % STEPS
         last = tl.minimum(STEPS, first + end - position)
         block, part = tile // TILES, tile % TILES
-        expert, route = _block(
+        expert, route = block_of(
             ids,
             expert_map,
             block_experts,
@@ -214,318 +207,3 @@ def plain_kernel(
         there = (route >= 0)[:, None]
         tl.store(out + number[:, None] + column[None, :], sums, mask=there)
         position += last - first
-
-
-@triton.jit
-def _copy_labels(labels, thread, layer):
-    """Start copying the 3-bit labels, 128 KiB, to where dynamic shared memory begins."""
-    if layer < 0:  # never so: a gather, for which Triton sets that much memory aside
-        place = tl.arange(0, 32768)
-        words = labels.to(tl.pointer_type(tl.int32))
-        kept = tl.gather(tl.load(words + place), tl.load(words + place + 1) & 32767, 0)
-        tl.store(words + place, kept)
-    for start in tl.static_range(0, 8):
-        source = labels + _STATES + (start * 1024 + thread) * 8
-        target = (start * 1024 + thread) * 16
-        tl.inline_asm_elementwise(
-            _COPY, "=r,l,r", [source, target], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
-def _pair_of_labels(labels, bits, w0, w1, w2, w3, w4, NUMBER: tl.constexpr):
-    """Weights 2 NUMBER and 2 NUMBER + 1 of a lane's group of 2 or 4 bits, packed."""
-    packed = w0 * 0
-    for i in tl.static_range(0, 2):
-        end = 32 + bits * (2 * NUMBER + i + 1)
-        word = (end - 1) >> 5
-        new = tl.where(word == 1, w1, tl.where(word == 2, w2, tl.where(word == 3, w3, w4)))
-        old = tl.where(word == 1, w0, tl.where(word == 2, w1, tl.where(word == 3, w2, w3)))
-        new = new.to(tl.uint32, bitcast=True).to(tl.uint64)
-        both = (old.to(tl.uint32, bitcast=True).to(tl.uint64) << 32) | new
-        state = ((both >> (32 * (word + 1) - end).to(tl.uint64)) & 0xFFFF).to(tl.int32)
-        halves = labels.to(tl.pointer_type(tl.int16))
-        label = tl.load(halves + (bits - 2) * _STATES + state).to(tl.int32) & 0xFFFF
-        packed |= label << (16 * i)
-    return packed
-
-
-@triton.jit
-def _other_step(
-    labels, bits, w0, w1, w2, w3, w4, x0, x1, x2, x3, x4, x5, x6, x7, c0, c1, c2, c3,
-    PRODUCTS: tl.constexpr, WORDS: tl.constexpr,
-):  # fmt: skip
-    """A step at 2 or 4 bits, whose labels come from global memory: such pairs are rare."""
-    a0 = _pair_of_labels(labels, bits, w0, w1, w2, w3, w4, 0)
-    a1 = _pair_of_labels(labels, bits, w0, w1, w2, w3, w4, 1)
-    a2 = _pair_of_labels(labels, bits, w0, w1, w2, w3, w4, 2)
-    a3 = _pair_of_labels(labels, bits, w0, w1, w2, w3, w4, 3)
-    a4 = _pair_of_labels(labels, bits, w0, w1, w2, w3, w4, 4)
-    a5 = _pair_of_labels(labels, bits, w0, w1, w2, w3, w4, 5)
-    a6 = _pair_of_labels(labels, bits, w0, w1, w2, w3, w4, 6)
-    a7 = _pair_of_labels(labels, bits, w0, w1, w2, w3, w4, 7)
-    a8 = _pair_of_labels(labels, bits, w0, w1, w2, w3, w4, 8)
-    a9 = _pair_of_labels(labels, bits, w0, w1, w2, w3, w4, 9)
-    a10 = _pair_of_labels(labels, bits, w0, w1, w2, w3, w4, 10)
-    a11 = _pair_of_labels(labels, bits, w0, w1, w2, w3, w4, 11)
-    a12 = _pair_of_labels(labels, bits, w0, w1, w2, w3, w4, 12)
-    a13 = _pair_of_labels(labels, bits, w0, w1, w2, w3, w4, 13)
-    a14 = _pair_of_labels(labels, bits, w0, w1, w2, w3, w4, 14)
-    a15 = _pair_of_labels(labels, bits, w0, w1, w2, w3, w4, 15)
-    return tl.inline_asm_elementwise(
-        PRODUCTS,
-        WORDS,
-        [a0, a1, a2, a3, a4, a5, a6, a7, a8, a9, a10, a11, a12, a13, a14, a15,
-         x0, x1, x2, x3, x4, x5, x6, x7, c0, c1, c2, c3],
-        dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
-        is_pure=True,
-        pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
-def _step(
-    w0, w1, w2, w3, x0, x1, x2, x3, x4, x5, x6, x7, c0, c1, c2, c3, STEP: tl.constexpr
-):  # fmt: skip
-    """A step at 3 bits."""
-    return tl.inline_asm_elementwise(
-        STEP,
-        _STEP_WORDS,
-        [w0, w1, w2, w3, x0, x1, x2, x3, x4, x5, x6, x7, c0, c1, c2, c3],
-        dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
-        is_pure=True,
-        pack=1,
-    )
-
-
-@triton.jit
-def _from_lane(value, lane):
-    """What another lane of the warp has."""
-    return tl.inline_asm_elementwise(
-        _NEIGHBOUR, "=r,r,r", [value, lane], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def _place_of(word, HIDDEN: tl.constexpr, SLOT_STRIDE: tl.constexpr, DOWN: tl.constexpr):
-    """Where one of a step's 96 words stands, from the step's first on."""
-    if not DOWN:
-        return word
-    tile = word // 24
-    slot = (tile >> 1) * (SLOT_STRIDE // 4)
-    return slot + (tile & 1) * (HIDDEN // 16 * 24) + word % 24
-
-
-@triton.jit
-def _exchange(r0, r1, r2, lane, number):
-    """Word 3 d + number of a step for each lane, d = 8 (lane % 4) + lane // 4.
-
-    r0, r1, r2: words lane, 32 + lane and 64 + lane. Each lane gives one word and takes one: the
-    word that it gives is of the lane with d = (lane - number) / 3, modulo 32.
-    """
-    given = (3 * (((lane - number) * 11) & 31) + number) >> 5
-    value = tl.where(given == 0, r0, tl.where(given == 1, r1, r2))
-    return _from_lane(value, (3 * (8 * (lane & 3) + (lane >> 2)) + number) & 31)
-
-
-@triton.jit
-def _first_words(
-    slab, strip, group, quarter, expert, position, HIDDEN: tl.constexpr, BUNDLE: tl.constexpr,
-    SLOT_STRIDE: tl.constexpr, TILES: tl.constexpr, STEPS: tl.constexpr, DOWN: tl.constexpr,
-    UNIFORM: tl.constexpr,
-):  # fmt: skip
-    """Where a lane's first word of a position's step is, whether there is any, and how far on the
-    next step's. Where all pairs are of 3 bits, the word that the lane reads (see _exchange); else
-    the strip, without what depends on a pair's bits.
-    """
-    part, step = position // STEPS % TILES, position % STEPS
-    words = slab + expert.to(tl.int64) * (BUNDLE // 4)
-    if DOWN:
-        hidden_tile = part * 32 + strip
-        there = hidden_tile < HIDDEN // 16
-        words += 6 * HIDDEN + 2 * step.to(tl.int64) * (SLOT_STRIDE // 4)
-        advance: tl.constexpr = 2 * SLOT_STRIDE // 4
-        if UNIFORM:
-            words += hidden_tile * 24 + _place_of(group * 4 + quarter, HIDDEN, SLOT_STRIDE, DOWN)
-        else:
-            words += (quarter >> 1) * (SLOT_STRIDE // 4)
-    else:
-        there = strip >= 0
-        slot = part * 8 + (strip & 7)
-        words += (strip >> 4) * (3 * HIDDEN) + slot.to(tl.int64) * (SLOT_STRIDE // 4)
-        advance: tl.constexpr = 96 if UNIFORM else 0
-        if UNIFORM:
-            words += ((strip >> 3) & 1) * (HIDDEN // 16 * 24) + step * 96 + group * 4 + quarter
-    return words, there, advance
-
-
-@triton.jit
-def _row(source, held):
-    """Eight words of a tile's rows, zeros where the place is empty."""
-    x0, x1, x2, x3 = tl.inline_asm_elementwise(
-        _ROW,
-        "=r,=r,=r,=r,l,r",
-        [source, held],
-        dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-        is_pure=False,
-        pack=1,
-    )
-    return x0, x1, x2, x3
-
-
-@triton.jit(
-    do_not_specialize=["layer", "first_pair", "matrix_rows", "num_ids", "num_experts"],
-    do_not_specialize_on_alignment=["ids", "expert_map"],
-)
-def warps_kernel(
-    x,
-    slab,
-    labels,
-    codes,
-    ids,
-    expert_map,
-    counts,
-    block_experts,
-    block_routes,
-    out,
-    layer,
-    first_pair,
-    matrix_rows,
-    num_ids,
-    num_experts,
-    HIDDEN: tl.constexpr,
-    BUNDLE: tl.constexpr,
-    SLOT_STRIDE: tl.constexpr,
-    PAIRS: tl.constexpr,
-    TILES: tl.constexpr,
-    STEPS: tl.constexpr,
-    DIVISOR: tl.constexpr,
-    TOPK: tl.constexpr,
-    DOWN: tl.constexpr,
-    UNIFORM: tl.constexpr,
-    SINGLE: tl.constexpr,
-    HAS_MAP: tl.constexpr,
-    STEP: tl.constexpr,
-    PRODUCTS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """As plain_kernel, a strip to each of 32 warps; one program on each multiprocessor.
-
-    STEP, PRODUCTS: ptx.step and ptx.products for x's type.
-    """
-    thread = tl.arange(0, 1024)
-    strip, lane = thread >> 5, thread & 31
-    group, quarter = lane >> 2, lane & 3
-    _copy_labels(labels, thread, layer)
-    # Of gate and up of several tokens the launch before makes the map; else it is there.
-    if not (SINGLE or DOWN):
-        wait_for_previous(PDL)
-    program = tl.program_id(0)
-    total = TOPK * TILES * STEPS
-    if not SINGLE:
-        total = tl.load(counts) * TILES * STEPS
-    unit = tl.cdiv(total, tl.num_programs(0))
-    position, end = program * unit, tl.minimum(program * unit + unit, total)
-    x = x.to(tl.pointer_type(tl.int32))
-    before = (lane - 4) & 31
-    expert, route = _block(
-        ids, expert_map, block_experts, block_routes,
-        tl.minimum(position, total - 1) // (STEPS * TILES), group, num_ids, num_experts,
-        SINGLE, HAS_MAP,
-    )  # fmt: skip
-    words, there, advance = _first_words(
-        slab, strip, group, quarter, expert, position, HIDDEN, BUNDLE, SLOT_STRIDE,
-        TILES, STEPS, DOWN, UNIFORM,
-    )  # fmt: skip
-    second = _place_of(lane + 32, HIDDEN, SLOT_STRIDE, DOWN)
-    second -= _place_of(lane, HIDDEN, SLOT_STRIDE, DOWN)
-    third = _place_of(lane + 64, HIDDEN, SLOT_STRIDE, DOWN)
-    third -= _place_of(lane, HIDDEN, SLOT_STRIDE, DOWN)
-    if UNIFORM:
-        more = there & (position < end)
-        n1 = tl.load(words, mask=more, other=0, cache_modifier=".cg")
-        n2 = tl.load(words + second, mask=more, other=0, cache_modifier=".cg")
-        n3 = tl.load(words + third, mask=more, other=0, cache_modifier=".cg")
-    if SINGLE or DOWN:
-        wait_for_previous(PDL)
-    tl.inline_asm_elementwise(_COPIED, "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1)
-    tl.debug_barrier()
-    while position < end:
-        tile = position // STEPS
-        first = position % STEPS
-        last = tl.minimum(STEPS, first + end - position)
-        part = tile % TILES
-        held = (route >= 0).to(tl.int32)
-        row = tl.maximum(route, 0) // DIVISOR
-        if not DOWN:
-            row += matrix_rows * (strip >> 4)
-        source = x + row.to(tl.int64) * (STEPS * 32) + (first * 4 + quarter) * 8
-        # What the next tile needs, on its way while this one is at work.
-        next_position = position + last - first
-        next_expert, next_route = _block(
-            ids, expert_map, block_experts, block_routes,
-            tl.minimum(next_position, total - 1) // (STEPS * TILES), group, num_ids, num_experts,
-            SINGLE, HAS_MAP,
-        )  # fmt: skip
-        next_words, next_there, _ = _first_words(
-            slab, strip, group, quarter, next_expert, next_position, HIDDEN, BUNDLE, SLOT_STRIDE,
-            TILES, STEPS, DOWN, UNIFORM,
-        )  # fmt: skip
-        next_there &= next_position < end
-        c0 = tl.zeros((1024,), tl.float32)
-        c1 = c0
-        c2 = c0
-        c3 = c0
-        for step in range(first, last):
-            if UNIFORM:
-                w1 = _exchange(n1, n2, n3, lane, 0)
-                w2 = _exchange(n1, n2, n3, lane, 1)
-                w3 = _exchange(n1, n2, n3, lane, 2)
-                words += advance
-                is_last = step + 1 == last
-                at = tl.where(is_last, next_words, words)
-                more = tl.where(is_last, next_there, there)
-                n1 = tl.load(at, mask=more, other=0, cache_modifier=".cg")
-                n2 = tl.load(at + second, mask=more, other=0, cache_modifier=".cg")
-                n3 = tl.load(at + third, mask=more, other=0, cache_modifier=".cg")
-                newest = w3
-            else:
-                pair = first_pair + (step // 4 if DOWN else part)
-                side = (quarter & 1) if DOWN else ((strip >> 3) & 1)
-                low = _low_bits(codes, expert, pair, layer, PAIRS, DOWN)
-                bits = tl.where(side == 1, 6 - low, low)
-                hidden_tile = part * 32 + strip if DOWN else step * 4 + quarter
-                at = words + side * (HIDDEN // 16 * 8 * low) + hidden_tile * 8 * bits + group * bits
-                w1 = tl.load(at, mask=there, other=0)
-                w2 = tl.load(at + 1, mask=there, other=0)
-                w3 = tl.load(at + 2, mask=there & (bits > 2), other=0)
-                w4 = tl.load(at + 3, mask=there & (bits > 3), other=0)
-                newest = tl.where(bits == 2, w2, tl.where(bits == 3, w3, w4))
-                words += advance
-            w0 = _from_lane(newest, before)
-            x0, x1, x2, x3 = _row(source, held)
-            x4, x5, x6, x7 = _row(source + 4, held)
-            source += 32
-            if UNIFORM or low == 3:
-                c0, c1, c2, c3 = _step(
-                    w0, w1, w2, w3, x0, x1, x2, x3, x4, x5, x6, x7, c0, c1, c2, c3, STEP
-                )
-            else:
-                c0, c1, c2, c3 = _other_step(
-                    labels, bits, w0, w1, w2, w3, w4, x0, x1, x2, x3, x4, x5, x6, x7,
-                    c0, c1, c2, c3, PRODUCTS, _PRODUCT_WORDS,
-                )  # fmt: skip
-        # A lane has the sums of the places 2 quarter and 2 quarter + 1.
-        left = _from_lane(route, (quarter * 8) & 31) >= 0
-        right = _from_lane(route, (quarter * 8 + 4) & 31) >= 0
-        sums = out + (program + tile).to(tl.int64) * (PLACES * COLUMNS) + strip * 16 + group
-        sums += 2 * quarter * COLUMNS
-        tl.store(sums, c0, mask=there & left)
-        tl.store(sums + 8, c2, mask=there & left)
-        tl.store(sums + COLUMNS, c1, mask=there & right)
-        tl.store(sums + COLUMNS + 8, c3, mask=there & right)
-        position = next_position
-        expert = next_expert
-        route = next_route
-        words = next_words
-        there = next_there
