@@ -1,5 +1,7 @@
 """moe_decode against the reference, under Triton's interpreter and on a GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from layers import (
@@ -56,11 +58,28 @@ def check(x, layer, ids, weights, **options):
 def test_is_the_reference(name, dtype, sides, geometry, codes):
     layer = random_layer(geometry, place(name), codes=codes, sides=sides)
     assert layer.traits == Traits({"one": 1, "two": 2, "expert": 0}[sides], codes is None)
+    x, ids, weights = inputs(layer, 2, 2, dtype)
+    check(x, layer, ids, weights)
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+@pytest.mark.parametrize("sides", ["one", "two", "expert"])
+def test_traits_only_save_work(name, dtype, sides):
+    layer = random_layer(SMALL, place(name), sides=sides)
     x, ids, weights = inputs(layer, 3, 2, dtype)
     found = check(x, layer, ids, weights)
-    check(x, layer, ids, weights, weight_on_input=True)
-    general = LayerWeights(**{**vars(layer), "traits": Traits()})
+    general = replace(layer, traits=Traits())
     assert error(run(x, general, ids, weights), found.float()) < BOUND[dtype]
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_weights_on_the_input(name, dtype, tokens):  # RT-8a, RT-8b
+    layer = random_layer(SMALL, place(name))
+    x, ids, weights = inputs(layer, tokens, 2, dtype)
+    on = check(x, layer, ids, 4 * weights, weight_on_input=True)
+    off = check(x, layer, ids, 4 * weights)
+    assert error(on, off.float()) > 0.1  # the activation stands between
 
 
 @pytest.mark.parametrize(("name", "dtype"), DEVICES)
