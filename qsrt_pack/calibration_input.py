@@ -16,7 +16,7 @@ from qsrt_pack.source.checkpoint import (
     open_checkpoint,
     source_stamp,
 )
-from qsrt_pack.source.models import RoutedExperts, find_experts
+from qsrt_pack.source.models import ARCHITECTURES, RoutedExperts, find_experts
 from qsrt_pack.state import differences, listed
 from qsrt_pack.statistics import DOCUMENT, Statistics, open_statistics
 from qsrt_pack.text import count_windows, read_text, tokenize
@@ -114,6 +114,12 @@ def read_input(
     checkpoint = open_checkpoint(source)
     stamp = source_stamp(checkpoint)
     experts = find_experts(checkpoint)
+    if not experts.architecture.is_calibrated:
+        kinds = sorted(name for name, each in ARCHITECTURES.items() if each.is_calibrated)
+        raise FormatError(
+            f"{source}: calibration runs {', '.join(kinds)}, not {experts.model_type}; convert "
+            "without it"
+        )
     vocabulary = _checked_vocabulary(checkpoint)
     data = read_text(text)
     tokens = tokenize(source, data, vocabulary, text)

@@ -9,7 +9,7 @@ import torch
 from qsrt_pack.assemble.shards import Spec, file_pieces, write_shards
 from qsrt_pack.output import check_output, replacing
 from qsrt_pack.progress import bar
-from qsrt_pack.source.models import ARCHITECTURES, check_package_config
+from qsrt_pack.source.models import ARCHITECTURES, MATRICES, check_package_config
 from qsrt_runtime.format import decode, paths, schema
 from qsrt_runtime.format import manifest as manifests
 from qsrt_runtime.format.container import Layer
@@ -162,7 +162,7 @@ def _expert_names(package: Package) -> dict[str, tuple[int, int, str]]:
         )
         for layer in package.layers
         for expert in range(package.geometry.experts)
-        for matrix, part in architecture.parts.items()
+        for matrix, part in zip(MATRICES, architecture.parts, strict=True)
     }
 
 

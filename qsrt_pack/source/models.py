@@ -1,7 +1,7 @@
 """Which tensors of a checkpoint are routed experts: a table by architecture, and its checks."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from qsrt_pack.source.checkpoint import Checkpoint
@@ -12,43 +12,96 @@ from qsrt_runtime.format.manifest import Documents, activations, geometry_of, la
 
 
 @dataclass(frozen=True)
+class LayerRule:
+    """Which layers have experts, by keys of config.json; one that is not there rules nothing out.
+
+    Layer l has them if first <= l <= last, (l - offset) is a multiple of step, it is not listed
+    under dense, and kinds, a list, does not say "dense" for it.
+    offset: a key, or the number itself.
+    """
+
+    first: str | None = None
+    last: str | None = None
+    step: str | None = None
+    offset: str | int = 0
+    dense: str | None = None
+    kinds: str | None = None
+
+
+@dataclass(frozen=True)
 class Architecture:
     """How one family names its experts. Keys are those of config.json.
 
     expert_key: template of an expert weight's name.   parts: the name of w1, w3 and w2 in it.
-    router_key: template of the router's, [E, H].
-    sparse_step, dense_layers: keys of the rule that leaves layers dense, where the family has it:
-    layer l has experts if (l + 1) % sparse_step == 0 and l is not among dense_layers.
+    router_key: template of the router's, [E, H].   intermediate, topk: their keys.
+    layers: the rule that leaves layers dense, where the family has it.
+    known: those of _UNSUPPORTED that are no obstacle here.
+    is_calibrated: whether calibrate can run one of its layers alone.
     """
 
-    expert_key: str
-    parts: dict[str, str]
-    router_key: str
-    intermediate: str
+    expert_key: str = "model.layers.{layer}.mlp.experts.{expert}.{part}.weight"
+    parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    router_key: str = "model.layers.{layer}.mlp.gate.weight"
+    intermediate: str = "moe_intermediate_size"
+    topk: str = "num_experts_per_tok"
     activations: tuple[str, ...] = ("silu",)
-    sparse_step: str | None = None
-    dense_layers: str | None = None
+    layers: LayerRule = LayerRule()
+    known: tuple[str, ...] = ()
+    is_calibrated: bool = False
+
+    def part(self, matrix: str) -> str:
+        """The name of w1, w3 or w2."""
+        return self.parts[MATRICES.index(matrix)]
 
 
-_LLAMA_PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+MATRICES = ("w1", "w3", "w2")  # in the order of Architecture.parts
+_QWEN = Architecture(
+    layers=LayerRule(step="decoder_sparse_step", offset=-1, dense="mlp_only_layers"),
+)
+_DEEPSEEK = Architecture(
+    layers=LayerRule("first_k_dense_replace", step="moe_layer_freq", kinds="mlp_layer_types"),
+    known=("first_k_dense_replace", "num_nextn_predict_layers"),
+)
+_MIXTRAL = Architecture(
+    expert_key="model.layers.{layer}.block_sparse_moe.experts.{expert}.{part}.weight",
+    parts=("w1", "w3", "w2"),
+    router_key="model.layers.{layer}.block_sparse_moe.gate.weight",
+    intermediate="intermediate_size",
+)
 ARCHITECTURES = {
-    "qwen3_moe": Architecture(
-        expert_key="model.layers.{layer}.mlp.experts.{expert}.{part}.weight",
-        parts=_LLAMA_PARTS,
-        router_key="model.layers.{layer}.mlp.gate.weight",
-        intermediate="moe_intermediate_size",
-        sparse_step="decoder_sparse_step",
-        dense_layers="mlp_only_layers",
+    "qwen2_moe": _QWEN,
+    "qwen3_moe": replace(_QWEN, is_calibrated=True),
+    "qwen3_next": _QWEN,
+    "olmoe": replace(_QWEN, intermediate="intermediate_size", layers=LayerRule()),
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK,
+    "dots1": _DEEPSEEK,
+    "glm4_moe": _DEEPSEEK,
+    "glm4_moe_lite": _DEEPSEEK,
+    "glm_moe_dsa": _DEEPSEEK,
+    "ernie4_5_moe": Architecture(
+        topk="moe_k",
+        layers=LayerRule(
+            "moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval", offset=-1
+        ),
     ),
-    "mixtral": Architecture(
-        expert_key="model.layers.{layer}.block_sparse_moe.experts.{expert}.{part}.weight",
-        parts={"w1": "w1", "w3": "w3", "w2": "w2"},
-        router_key="model.layers.{layer}.block_sparse_moe.gate.weight",
+    "hunyuan_v1_moe": Architecture(
+        router_key="model.layers.{layer}.mlp.gate.wg.weight",
         intermediate="intermediate_size",
+        topk="moe_topk",
     ),
+    "jamba": Architecture(
+        expert_key="model.layers.{layer}.feed_forward.experts.{expert}.{part}.weight",
+        router_key="model.layers.{layer}.feed_forward.router.weight",
+        intermediate="intermediate_size",
+        layers=LayerRule(step="expert_layer_period", offset="expert_layer_offset"),
+    ),
+    "minimax_m2": _MIXTRAL,
+    "mixtral": replace(_MIXTRAL, is_calibrated=True),
+    "phimoe": _MIXTRAL,
 }
 # Keys of config.json for the number of experts; transformers 5 renames the first on saving.
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 # Keys that would change which experts there are or what they compute, where they are set.
 _UNSUPPORTED = (
     *("text_config", "swiglu_limit", "expert_bias", "mlp_bias", "first_k_dense_replace"),
@@ -71,7 +124,7 @@ class RoutedExperts:
 
     def tensor_name(self, layer: int, expert: int, matrix: str) -> str:
         """The checkpoint's name of w1, w3 or w2 of one expert."""
-        part = self.architecture.parts[matrix]
+        part = self.architecture.part(matrix)
         return self.architecture.expert_key.format(layer=layer, expert=expert, part=part)
 
     def tensor_names(self) -> list[str]:
@@ -80,7 +133,7 @@ class RoutedExperts:
             self.tensor_name(layer, expert, matrix)
             for layer in self.layers
             for expert in range(self.geometry.experts)
-            for matrix in self.architecture.parts
+            for matrix in MATRICES
         ]
 
 
@@ -89,8 +142,9 @@ def find_experts(checkpoint: Checkpoint) -> RoutedExperts:
     where = f"{checkpoint.path}/config.json"
     if not any(map(_is_expert, checkpoint.tensors)):
         raise FormatError(f"{checkpoint.path} has no routed experts: no tensor is named .experts.")
+    known = ARCHITECTURES.get(str(checkpoint.config.get("model_type")), Architecture()).known
     for key in _UNSUPPORTED:
-        if checkpoint.config.get(key) not in (None, False, 0):
+        if key not in known and checkpoint.config.get(key) not in (None, False, 0):
             raise FormatError(
                 f"{where}: {key} is set; convert reads plain unquantized experts "
                 f"({', '.join(READABLE)})"
@@ -119,13 +173,13 @@ def described_experts(config: dict[str, Any], where: str) -> RoutedExperts:
         model_type=model_type,
         architecture=architecture,
         geometry=_geometry(config, architecture, where),
-        layers=_expected_layers(config, architecture, where),
-        topk=_size(config, "num_experts_per_tok", where),
+        layers=_expected_layers(config, architecture.layers, where),
+        topk=_size(config, architecture.topk, where),
         activation=activation,
     )
     if experts.topk > experts.geometry.experts:
         raise FormatError(
-            f"{where}: num_experts_per_tok is {experts.topk}, more than "
+            f"{where}: {architecture.topk} is {experts.topk}, more than "
             f"the {experts.geometry.experts} experts"
         )
     return experts
@@ -164,17 +218,19 @@ def carried_tensors(
 
 def one_layer_changes(experts: RoutedExperts, layer: int) -> dict[str, Any]:
     """What config.json of one layer alone says besides the layer's share of its lists."""
-    architecture, dense = experts.architecture, layer not in experts.layers
+    rule, dense = experts.architecture.layers, layer not in experts.layers
     changes: dict[str, Any] = {}
-    if architecture.sparse_step is not None:
-        changes[architecture.sparse_step] = 1
-    if architecture.dense_layers is not None:
-        changes[architecture.dense_layers] = [0] if dense else []
+    if rule.step is not None:
+        changes[rule.step] = 1
+    if rule.dense is not None:
+        changes[rule.dense] = [0] if dense else []
     return changes
 
 
 def _size(config: dict[str, Any], key: str, where: str, limit: int = _MAX_SIZE) -> int:
     value = config.get(key)
+    if isinstance(value, list) and value and all(each == value[0] for each in value):
+        value = value[0]  # one for each layer, all alike
     if type(value) is not int or not 0 < value <= limit:
         raise FormatError(f"{where}: {key} is {value!r:.99}, expected an integer in 1..{limit}")
     return value
@@ -203,32 +259,53 @@ def _expert_count(config: dict[str, Any], where: str) -> int:
     return counts[keys[0]]
 
 
-def _expected_layers(
-    config: dict[str, Any], architecture: Architecture, where: str
-) -> tuple[int, ...]:
+def _expected_layers(config: dict[str, Any], rule: LayerRule, where: str) -> tuple[int, ...]:
     count = _size(config, "num_hidden_layers", where, _MAX_LAYERS)
-    step = 1
-    if architecture.sparse_step is not None and architecture.sparse_step in config:
-        step = _size(config, architecture.sparse_step, where)
-    dense: set[int] = set()
-    if architecture.dense_layers is not None:
-        listed = config.get(architecture.dense_layers) or []
-        if not isinstance(listed, list) or not all(type(n) is int for n in listed):
-            raise FormatError(
-                f"{where}: {architecture.dense_layers} is {listed!r}, expected a list of layers"
-            )
-        dense = set(listed)
-    layers = tuple(n for n in range(count) if (n + 1) % step == 0 and n not in dense)
+    first = _number(config, rule.first, 0, where)
+    last = _number(config, rule.last, count - 1, where)
+    step = _number(config, rule.step, 1, where, least=1)
+    offset = rule.offset if type(rule.offset) is int else _number(config, rule.offset, 0, where)
+    dense = _list(config, rule.dense, int, where)
+    kinds = _list(config, rule.kinds, str, where) or ["sparse"] * count
+    if len(kinds) != count:
+        raise FormatError(f"{where}: {rule.kinds} has {len(kinds)} entries for {count} layers")
+    layers = tuple(
+        n
+        for n in range(count)
+        if first <= n <= last
+        and (n - offset) % step == 0
+        and n not in dense
+        and kinds[n] != "dense"
+    )
     if not layers:
         raise FormatError(f"{where} describes no layer with routed experts")
     return layers
+
+
+def _number(
+    config: dict[str, Any], key: str | None, default: int, where: str, least: int = 0
+) -> int:
+    """A count of layers, `default` where the family or the config has no such key."""
+    value = config.get(key) if key is not None else None
+    if value is None:
+        return default
+    if type(value) is not int or not least <= value <= _MAX_LAYERS:
+        raise FormatError(f"{where}: {key} is {value!r:.99}, expected a number of layers")
+    return value
+
+
+def _list(config: dict[str, Any], key: str | None, kind: type, where: str) -> list[Any]:
+    value = (config.get(key) if key is not None else None) or []
+    if not isinstance(value, list) or not all(type(item) is kind for item in value):
+        raise FormatError(f"{where}: {key} is {value!r:.99}, expected a list by layer")
+    return value
 
 
 def _check_names(checkpoint: Checkpoint, experts: RoutedExperts) -> None:
     """Every expert tensor is an expected one, else it is named and refused."""
     architecture, layers = experts.architecture, set(experts.layers)
     fields = {k: rf"(?P<{k}>0|[1-9]\d{{0,8}})" for k in ("layer", "expert")}
-    parts = "|".join(map(re.escape, architecture.parts.values()))
+    parts = "|".join(map(re.escape, architecture.parts))
     template = re.escape(architecture.expert_key).replace(r"\{", "{").replace(r"\}", "}")
     expected = re.compile(template.format(part=f"(?:{parts})", **fields))
     for name, (shard, _) in checkpoint.tensors.items():
@@ -278,7 +355,7 @@ def _check_tensors(checkpoint: Checkpoint, experts: RoutedExperts) -> None:
             for matrix, shape in shapes.items():
                 name = experts.tensor_name(layer, expert, matrix)
                 if name not in checkpoint.tensors:
-                    part = experts.architecture.parts[matrix]
+                    part = experts.architecture.part(matrix)
                     raise FormatError(
                         f"{checkpoint.path}: tensor {name} is missing "
                         f"(layer {layer}, expert {expert}, {part})"
