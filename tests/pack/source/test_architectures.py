@@ -1,5 +1,7 @@
 """Every architecture of the table as transformers writes it: packed, decoded, loaded, run."""
 
+import re
+
 import pytest
 import torch
 import transformers
@@ -13,6 +15,7 @@ from qsrt_pack.restore import decode_package
 from qsrt_pack.source.checkpoint import open_checkpoint
 from qsrt_pack.source.models import ARCHITECTURES, find_experts
 from qsrt_runtime.format.errors import FormatError
+from qsrt_runtime.integrations.transformers import PackedExperts
 
 SIZES = {
     "hidden_size": 128,
@@ -108,17 +111,31 @@ def tensors_of(path):
     return {k: v for file in path.glob("*.safetensors") for k, v in load_file(file).items()}
 
 
+def stated(kind, repository):
+    """The error of a kind's logits in README.md."""
+    return float(re.search(rf"^\| `{kind}` \|.*\| ([\d.]+) \|$", readme(repository), re.M)[1])
+
+
+def readme(repository):
+    return (repository / "README.md").read_text()
+
+
+def relative(found, expected):
+    return ((found - expected).norm() / expected.norm()).item()
+
+
 def logits(model):
     with torch.no_grad():
         return model(IDS, use_cache=False).logits
 
 
-def test_every_architecture_is_here():
+def test_every_architecture_is_here_and_in_the_readme(repository):
     assert set(KINDS) == set(ARCHITECTURES)
+    assert set(re.findall(r"^\| `(\w+)` \| `model\.", readme(repository), re.M)) == set(KINDS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_packed_decoded_and_run(tmp_path, kind):
+def test_packed_decoded_and_run(tmp_path, kind, repository):
     original = write_model(tmp_path / "model", kind)
     checkpoint = open_checkpoint(tmp_path / "model")
     experts = find_experts(checkpoint)
@@ -139,9 +156,15 @@ def test_packed_decoded_and_run(tmp_path, kind):
     for name, tensor in before.items():
         error = (after[name].float() - tensor.float()).norm() / tensor.float().norm()
         assert 0.05 < error < 0.2 if name in routed else torch.equal(after[name], tensor)
-    found, expected = logits(model.eval()), logits(original)
-    change = ((found - expected).norm() / expected.norm()).item()
-    assert 0 < change < 0.2
+    found = logits(model.eval())
+    assert relative(found, logits(original)) == pytest.approx(stated(kind, repository), rel=0.5)
+    packed, info = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "package", dtype=torch.float32, output_loading_info=True
+    )
+    assert sum(isinstance(m, PackedExperts) for m in packed.modules()) == len(experts.layers)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert relative(logits(packed.eval()), found) < 1e-5
 
 
 def test_calibration_says_which_it_runs(tmp_path):
