@@ -8,6 +8,7 @@ from qsrt_runtime.weights import LayerWeights
 ALIGNMENT = 16  # bytes; what a vector load wants of the slab's start
 
 _X_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_WEIGHT_DTYPES = (*_X_DTYPES, torch.float64)
 _ID_DTYPES = (torch.int32, torch.int64)
 
 
@@ -46,8 +47,8 @@ def check_arguments(
         )
     if x.dtype not in _X_DTYPES:
         raise TypeError(f"x is {x.dtype}, expected float32, float16 or bfloat16")
-    if not topk_weights.is_floating_point():
-        raise TypeError(f"topk_weights is {topk_weights.dtype}, expected a floating type")
+    if topk_weights.dtype not in _WEIGHT_DTYPES:
+        raise TypeError(f"topk_weights is {topk_weights.dtype}, expected float16 to float64")
     for name in ("topk_ids", "expert_map"):
         if name in tensors and tensors[name].dtype not in _ID_DTYPES:
             raise TypeError(f"{name} is {tensors[name].dtype}, expected int32 or int64")
@@ -63,7 +64,8 @@ def _check_layer(layer: LayerWeights) -> None:
     if layer.slots.start % SLOTS_PER_PAIR or len(layer.slots) % SLOTS_PER_PAIR or not whole:
         raise ValueError(f"the layer holds {layer.slots}, not whole pairs of slots")
     rows = layer.shared_scales.shape[1] if layer.shared_scales.ndim == 3 else 0
-    width = max(layer.atoms.shape[1] if layer.atoms.ndim == 2 else 0, layer.geometry.bundle_bytes)
+    width = layer.atoms.shape[1] if layer.atoms.ndim == 2 else 0
+    width = max(width - width % ALIGNMENT, layer.geometry.bundle_bytes)
     expected = {
         "atoms": ((len(layer.slots), width), torch.uint8),
         "format_codes": ((experts,), torch.uint8),
@@ -82,6 +84,10 @@ def _check_layer(layer: LayerWeights) -> None:
             raise ValueError(
                 f"the layer's {name} are on {value.device}, its slab on {layer.atoms.device}"
             )
+        if name != "atoms" and not value.is_contiguous():
+            raise ValueError(f"the layer's {name} must be contiguous")
+    if layer.slots.start < 0 or layer.slots.stop > layer.geometry.slots or layer.layer < 0:
+        raise ValueError(f"layer {layer.layer} holds {layer.slots} of {layer.geometry.slots} slots")
     if not layer.atoms.is_contiguous() or layer.atoms.storage_offset() % ALIGNMENT:
         raise ValueError(f"the layer's slab must be contiguous and start at {ALIGNMENT} bytes")
 

@@ -1,6 +1,7 @@
 """moe_decode: the routed experts for a few tokens, five launches on the stored bytes."""
 
 import functools
+from contextlib import nullcontext
 
 import torch
 
@@ -8,6 +9,7 @@ from qsrt_runtime.arguments import check_arguments
 from qsrt_runtime.ops.activate import activate
 from qsrt_runtime.ops.combine import combine
 from qsrt_runtime.ops.expert_gemm import expert_gemm
+from qsrt_runtime.ops.kernel import INTERPRETED
 from qsrt_runtime.ops.prepare import prepare
 from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import MAX_TOKENS, Workspace, make_workspace
@@ -34,51 +36,48 @@ def moe_decode(
     compiles; without it RuntimeError. The same call gives the same bits every time.
     Differs from the reference: an id or map entry that names no expert gives nothing, as -1 does;
     workspace.invalid_routes() counts them. Rows are rounded to x's type before each product.
-    Raises ValueError for shapes, devices, strides or a workspace that do not fit, TypeError for
-    dtypes, before any launch.
+    Raises ValueError for shapes, devices, strides or a workspace or out that do not fit, TypeError
+    for other dtypes, before any launch.
     """
     check_arguments(x, layer, topk_ids, topk_weights, expert_map)
     _check(x, layer, topk_ids, topk_weights, expert_map, workspace, out)
     tokens, topk = topk_ids.shape
     if not tokens or not topk:
         return out.zero_()
-    warps, pdl = ways(x.device)
     kernels = (layer.geometry, layer.slots, layer.traits, x.dtype, x.device, tokens, topk)
+    kernels += (layer.atoms.shape[1], layer.shared_scales.shape[1])
     kernels += (topk_ids.dtype, topk_weights.dtype, weight_on_input)
     kernels += (None if expert_map is None else expert_map.dtype,)
-    _check_compiled(kernels)
-    before, after = (topk_weights, None) if weight_on_input else (None, topk_weights)
-    by_route = layer.traits.inputs == 0
-    rows = tokens * topk if by_route else tokens
-    prepare(x, layer, topk_ids, expert_map, workspace, pdl)
-    expert_gemm(
-        workspace.rotated,
-        layer,
-        topk_ids,
-        expert_map,
-        workspace,
-        1 if by_route else topk,
-        0 if layer.traits.inputs == 1 else rows,
-        down=False,
-        warps=warps,
-        pdl=pdl,
-    )
-    activate(layer, topk_ids, expert_map, before, workspace, pdl)
-    expert_gemm(
-        workspace.middle,
-        layer,
-        topk_ids,
-        expert_map,
-        workspace,
-        1,
-        0,
-        down=True,
-        warps=warps,
-        pdl=pdl,
-    )
-    combine(layer, topk_ids, expert_map, after, workspace, out, pdl)
+    with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+        _check_compiled(kernels)
+        _launch(x, layer, topk_ids, topk_weights, workspace, out, expert_map, weight_on_input)
     _compiled.add(kernels)
     return out
+
+
+def _launch(
+    x: torch.Tensor,
+    layer: LayerWeights,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    workspace: Workspace,
+    out: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    weight_on_input: bool,
+) -> None:
+    tokens, topk = topk_ids.shape
+    warps, pdl = ways(x.device)
+    before, after = (topk_weights, None) if weight_on_input else (None, topk_weights)
+    routed = (layer, topk_ids, expert_map)
+    by_route = layer.traits.inputs == 0
+    divisor = 1 if by_route else topk
+    up = 0 if layer.traits.inputs == 1 else tokens * topk // divisor  # rows from gate's to up's
+    how = {"warps": warps, "pdl": pdl}
+    prepare(x, *routed, workspace, pdl)
+    expert_gemm(workspace.rotated, *routed, workspace, divisor, up, down=False, **how)
+    activate(*routed, before, workspace, pdl)
+    expert_gemm(workspace.middle, *routed, workspace, 1, 0, down=True, **how)
+    combine(*routed, after, workspace, out, pdl)
 
 
 _compiled: set[tuple[object, ...]] = set()  # calls whose kernels are there
@@ -145,6 +144,16 @@ def _check(
 ) -> None:
     if x.dtype not in DTYPES:
         raise TypeError(f"x is {x.dtype}, expected float16 or bfloat16")
+    if x.device.type != "cuda" and not (INTERPRETED and x.device.type == "cpu"):
+        raise ValueError(f"x is on {x.device}; the kernels run on CUDA")
+    needed = layer.geometry.experts * layer.geometry.bundle_bytes
+    if layer.atoms.shape[1] < needed:
+        raise ValueError(
+            f"the layer's slots have {layer.atoms.shape[1]} bytes, the bundles of all experts "
+            f"take {needed}; kernels run no layer with X4T experts"
+        )
+    if layer.traits.inputs not in (0, 1, 2):
+        raise ValueError(f"the layer's traits have {layer.traits.inputs} inputs, expected 0 to 2")
     if out.dtype != x.dtype or out.shape != x.shape or out.device != x.device:
         raise ValueError(
             f"out is {list(out.shape)} {out.dtype} on {out.device}, expected {list(x.shape)} "

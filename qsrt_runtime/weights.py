@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from qsrt_runtime.format.errors import FormatError
+from qsrt_runtime.format.rates import MODES
 from qsrt_runtime.format.slab import Slab
 
 
@@ -34,7 +36,12 @@ class LayerWeights(Slab):
 
 
 def traits_of(shared_scales: torch.Tensor, format_codes: torch.Tensor) -> Traits:
-    """The traits of a layer from its small sections; waits for their device."""
+    """The traits of a layer from its small sections; waits for their device.
+
+    Raises FormatError for format bytes that the kernels do not know, which look at none.
+    """
+    if ((format_codes >> 4 > MODES[-1]) | ((format_codes & 15) > MODES[-1])).any():
+        raise FormatError("a format byte is X4T or of a later profile; this version runs R0 to R2")
     bits = shared_scales.view(torch.int16)
     uniform = not format_codes.any()
     if not torch.equal(bits, bits[:, :1].expand_as(bits)):

@@ -56,6 +56,7 @@ def make_workspace(
         raise ValueError(f"topk is {topk}, expected at least 1")
     routes = tokens * topk
     most = min(routes, (routes + (PLACES - 1) * min(geometry.experts, routes)) // PLACES)
+    most = max(most, topk)  # the routes of a single token are blocks of their own
     tiles = most * max(geometry.pairs, -(-geometry.hidden // COLUMNS))
     programs = _programs(device)
 

@@ -1,5 +1,7 @@
 """Layers of random words and inputs for the runtime's kernels."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -17,6 +19,7 @@ DEVICES = [
     pytest.param("cuda", BFLOAT, marks=GPU, id="cuda-bfloat16"),
 ]
 SMALL = Geometry(128, 256, 5)
+GUARD = 1 << 16  # elements behind each buffer of a workspace
 
 
 def place(name):
@@ -62,14 +65,34 @@ def inputs(layer, tokens, topk, dtype, *, seed=0):
     return x.to(device), ids.to(device), weights.to(device)
 
 
-def poisoned(layer, topk, dtype, tokens=16):
-    """A workspace in which what is not written is noticed."""
+def poisoned(layer, topk, dtype, tokens=16, programs=None):
+    """A workspace in which what is not written, or is written beyond its end, is noticed.
+
+    programs: of the products, None for those of the device.
+    """
     workspace = make_workspace(layer.geometry, topk, tokens, dtype, layer.atoms.device)
-    for value in (workspace.rotated, workspace.middle, workspace.partial):
-        value.fill_(float("nan"))
-    for value in (workspace.block_experts, workspace.block_routes, workspace.route_places):
-        value.fill_(1 << 30)
-    return workspace
+    if programs is not None:
+        parts = len(workspace.partial) - workspace.programs + programs
+        partial = workspace.partial.new_empty(parts, *workspace.partial.shape[1:])
+        workspace = replace(workspace, programs=programs, partial=partial)
+    guarded = {}
+    for name, value in vars(workspace).items():
+        if isinstance(value, torch.Tensor):
+            bad = float("nan") if value.is_floating_point() else 1 << 30
+            whole = torch.full(
+                (value.numel() + GUARD,), bad, dtype=value.dtype, device=value.device
+            )
+            guarded[name] = whole[: value.numel()].view(value.shape)
+    return replace(workspace, **guarded)
+
+
+def check_guards(workspace):
+    """Nothing was written beyond a buffer's end."""
+    for value in vars(workspace).values():
+        if isinstance(value, torch.Tensor):
+            guard = value.new_empty(0).set_(value.untyped_storage())[value.numel() :]
+            assert len(guard) == GUARD
+            assert (guard.isnan() if guard.is_floating_point() else guard == 1 << 30).all()
 
 
 def error(found, expected):

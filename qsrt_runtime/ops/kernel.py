@@ -8,8 +8,11 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-PLACES = tl.constexpr(8)  # routes of a block: the columns of a tensor core's B fragment
-COLUMNS = tl.constexpr(512)  # of a tile of a product: 32 strips of 16
+from qsrt_runtime import workspace
+
+PLACES = tl.constexpr(workspace.PLACES)  # the columns of a tensor core's B fragment
+COLUMNS = tl.constexpr(workspace.COLUMNS)  # 32 strips of 16
+INTERPRETED = triton.knobs.runtime.interpret  # kernels run on CPU tensors
 
 
 @triton.jit

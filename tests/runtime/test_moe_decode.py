@@ -11,6 +11,7 @@ from layers import (
     GPU,
     HALF,
     SMALL,
+    check_guards,
     error,
     inputs,
     place,
@@ -19,19 +20,21 @@ from layers import (
 )
 
 from qsrt_runtime import moe_decode as module
+from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.moe import moe_forward
 from qsrt_runtime.moe_decode import moe_decode
 from qsrt_runtime.moe_reference import moe_forward_reference
-from qsrt_runtime.weights import LayerWeights, Traits
+from qsrt_runtime.weights import LayerWeights, Traits, traits_of
 from qsrt_runtime.workspace import make_workspace
 
 
 def run(x, layer, ids, weights, workspace=None, **options):
     workspace = workspace or poisoned(layer, ids.shape[1], x.dtype)
-    return moe_decode(
-        x, layer, ids, weights, workspace, torch.full_like(x, float("nan")), **options
-    )
+    out = torch.full_like(x, float("nan"))
+    assert moe_decode(x, layer, ids, weights, workspace, out, **options) is out
+    check_guards(workspace)
+    return out
 
 
 def check(x, layer, ids, weights, **options):
@@ -135,6 +138,41 @@ def test_ids_that_name_no_expert_are_counted(name, dtype):
 
 
 @pytest.mark.parametrize(("name", "dtype"), DEVICES)
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_more_routes_than_experts(name, dtype, tokens):
+    """As on a rank with few experts: a workspace of just these tokens is large enough."""
+    layer = random_layer(Geometry(128, 256, 2), place(name))
+    x, _, weights = inputs(layer, tokens, 2, dtype)
+    ids = torch.tensor([[0, 1, -1, 0, 1, 1, -1, 0, 7]], device=x.device).repeat(tokens, 1)
+    weights = torch.rand(tokens, 9, device=x.device)
+    workspace = poisoned(layer, 9, dtype, tokens)
+    found = run(x, layer, ids, weights, workspace)
+    assert workspace.invalid_routes() == tokens
+    expected = moe_forward_reference(x.float(), layer, ids.where(ids < 7, -1), weights)
+    assert error(found, expected) < BOUND[dtype]
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+@pytest.mark.parametrize("sides", ["one", "expert"])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_tiles_in_many_parts(name, dtype, sides, tokens):
+    layer = random_layer(Geometry(1280, 256, 3), place(name), sides=sides)
+    x, ids, weights = inputs(layer, tokens, 2, dtype)
+    workspace = poisoned(layer, 2, dtype, programs=100)  # up to 20 parts of a tile
+    found = run(x, layer, ids, weights, workspace)
+    assert error(found, moe_forward_reference(x.float(), layer, ids, weights)) < BOUND[dtype]
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+@pytest.mark.parametrize("traits", [Traits(), Traits(2), Traits(1)])
+def test_one_row_of_scales(name, dtype, traits):
+    layer = random_layer(SMALL, place(name))
+    x, ids, weights = inputs(layer, 2, 3, dtype)
+    one = replace(layer, shared_scales=layer.shared_scales[:, :1].contiguous(), traits=traits)
+    assert error(run(x, one, ids, weights), run(x, layer, ids, weights).float()) < BOUND[dtype]
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
 def test_expert_map(name, dtype):  # RT-1c
     layer = random_layer(SMALL, place(name))
     x, ids, weights = inputs(layer, 3, 2, dtype)
@@ -194,6 +232,12 @@ def test_no_tokens():  # RT-3a
         ({"tokens": 1}, ValueError, "2 tokens of 2 routes; the workspace is for 1 of 2"),
         ({"topk": 1}, ValueError, "2 tokens of 2 routes; the workspace is for 16 of 1"),
         ({"dtype": BFLOAT}, ValueError, "the workspace is for .* and torch.bfloat16, the call"),
+        ({"out": lambda t: t.T.contiguous().T}, ValueError, "out must be contiguous"),
+        ({"topk_weights": lambda t: t.to(torch.float8_e5m2)}, TypeError, "expected float16 to"),
+        ({"layer": {"traits": Traits(3)}}, ValueError, "traits have 3 inputs, expected 0 to 2"),
+        ({"layer": {"layer": -1}}, ValueError, "layer -1 holds"),
+        ({"layer": {"slots": range(8, 16)}}, ValueError, r"holds range\(8, 16\) of 8 slots"),
+        ({"layer": {"format_codes": torch.zeros(10)}}, TypeError, "format_codes are"),
     ],
 )
 def test_arguments_that_do_not_fit(change, error_type, message):  # RT-7a, RT-7c
@@ -203,6 +247,7 @@ def test_arguments_that_do_not_fit(change, error_type, message):  # RT-7a, RT-7c
     sizes |= {k: v for k, v in change.items() if k in sizes}
     given = {"x": x, "topk_ids": ids, "topk_weights": weights, "out": torch.empty_like(x)}
     given |= {k: v(given[k]) for k, v in change.items() if k in given}
+    layer = replace(layer, **change.get("layer", {}))
     with pytest.raises(error_type, match=message):
         moe_decode(layer=layer, workspace=poisoned(layer, **sizes), **given)
 
@@ -217,6 +262,31 @@ def test_views_off_their_alignment(name, dtype):  # RT-7a
 
     expected = run(x, layer, ids, weights)
     assert torch.equal(run(*map(shifted, [x]), layer, *map(shifted, [ids, weights])), expected)
+
+
+def test_a_slab_without_some_bundles():
+    layer = random_layer(SMALL, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    x, ids, weights = inputs(layer, 2, 2, HALF)
+    short = replace(layer, atoms=layer.atoms[:, :12288].contiguous())
+    with pytest.raises(ValueError, match="have 12288 bytes, the bundles of all experts take 24000"):
+        run(x, short, ids, weights)
+
+
+@pytest.mark.parametrize("name", ["format_codes", "activations", "shared_scales"])
+def test_sections_that_are_strided(name):
+    layer = random_layer(SMALL, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    x, ids, weights = inputs(layer, 2, 2, HALF)
+    section = getattr(layer, name)
+    strided = section.repeat_interleave(2, -1)[..., ::2]
+    with pytest.raises(ValueError, match=f"the layer's {name} must be contiguous"):
+        run(x, replace(layer, **{name: strided}), ids, weights)
+
+
+@pytest.mark.parametrize("code", [0xFF, 0x30, 0x03])
+def test_format_bytes_that_kernels_do_not_know(code):
+    codes = torch.tensor([0, code], dtype=torch.uint8)
+    with pytest.raises(FormatError, match="X4T or of a later profile"):
+        traits_of(torch.zeros(3, 2, 128, dtype=HALF), codes)
 
 
 @pytest.mark.parametrize(("tokens", "topk"), [(0, 1), (17, 1), (1, 0)])

@@ -4,6 +4,7 @@ import torch
 
 from qsrt_runtime.format.manifest import SITU_BETA, SITU_LINEAR_BETA
 from qsrt_runtime.ops.activate.kernel import activate_kernel
+from qsrt_runtime.ops.launch import dependent
 from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import Workspace
 
@@ -48,5 +49,5 @@ def activate(
         HAS_MAP=expert_map is not None,
         PDL=pdl,
         num_warps=4,
-        launch_pdl=pdl,
+        **dependent(pdl),
     )

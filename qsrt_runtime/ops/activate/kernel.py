@@ -40,7 +40,7 @@ def activate(gate, up, is_situ, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=["programs", "num_ids", "num_experts"],
-    do_not_specialize_on_alignment=["weights", "ids", "expert_map"],
+    do_not_specialize_on_alignment=["activations", "weights", "ids", "expert_map"],
 )
 def activate_kernel(
     partial,

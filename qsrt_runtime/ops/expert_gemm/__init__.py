@@ -8,6 +8,7 @@ from qsrt_runtime.format import codebook
 from qsrt_runtime.ops.expert_gemm.kernel import plain_kernel
 from qsrt_runtime.ops.expert_gemm.warps import ptx
 from qsrt_runtime.ops.expert_gemm.warps.kernel import warps_kernel
+from qsrt_runtime.ops.launch import dependent
 from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import COLUMNS, Workspace
 
@@ -71,7 +72,7 @@ def expert_gemm(
         width = WIDTH[rows.device.type]
         columns = min(COLUMNS, geometry.hidden) if down else COLUMNS
         grid = (workspace.programs, -(-columns // width))
-        plain_kernel[grid](*arguments, **sizes, WIDTH=width, num_warps=8, launch_pdl=pdl)
+        plain_kernel[grid](*arguments, **sizes, WIDTH=width, num_warps=8, **dependent(pdl))
         return
     is_bfloat16 = rows.dtype == torch.bfloat16
     compiled = warps_kernel[(workspace.programs,)](
@@ -80,7 +81,7 @@ def expert_gemm(
         STEP=_step(is_bfloat16),
         PRODUCTS=_products(is_bfloat16),
         num_warps=32,
-        launch_pdl=pdl,
+        **dependent(pdl),
     )
     if compiled.metadata.shared != SHARED_BYTES:
         raise RuntimeError(

@@ -109,7 +109,7 @@ def _decode(
 
 @triton.jit(
     do_not_specialize=["layer", "first_pair", "matrix_rows", "num_ids", "num_experts"],
-    do_not_specialize_on_alignment=["ids", "expert_map"],
+    do_not_specialize_on_alignment=["codes", "ids", "expert_map"],
 )
 def plain_kernel(
     x,

@@ -2,6 +2,7 @@
 
 import torch
 
+from qsrt_runtime.ops.launch import dependent
 from qsrt_runtime.ops.prepare.kernel import prepare_kernel
 from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import Workspace
@@ -38,7 +39,6 @@ def prepare(
         workspace.block_routes,
         workspace.route_places,
         workspace.scratch,
-        x.stride(0),
         rows,
         tokens * topk,
         experts if expert_map is None else len(expert_map),
@@ -54,5 +54,5 @@ def prepare(
         HAS_MAP=expert_map is not None,
         PDL=pdl,
         num_warps=4,
-        launch_pdl=pdl,
+        **dependent(pdl),
     )

@@ -71,7 +71,7 @@ def _map_routes(
     tl.store(block_experts + block, expert, mask=leads)
     tl.store(block_routes + place, route, mask=valid)
     tl.store(route_places + route, tl.where(valid, place, -1), mask=mask)
-    for empty in tl.static_range(1, 8):
+    for empty in tl.static_range(1, PLACES):
         tl.store(block_routes + place + empty, -1, mask=leads & (size <= empty))
 
 
@@ -84,7 +84,6 @@ def _rotate_rows(
     out,
     row,
     part,
-    stride_x,
     num_rows,
     num_ids,
     num_experts,
@@ -104,7 +103,9 @@ def _rotate_rows(
         token = row // TOPK
         expert, _ = expert_of(ids, expert_map, row, True, num_ids, num_experts, HAS_MAP)
         mask &= expert >= 0
-    value = tl.load(x + token.to(tl.int64) * stride_x + channel, mask=mask, other=0)
+    value = tl.load(x + token.to(tl.int64) * HIDDEN + channel, mask=mask, other=0)
+    if SCALE_ROWS == 1:
+        expert = row * 0
     for matrix in tl.static_range(0, INPUTS):
         suh = scales + (matrix * SCALE_ROWS + expert).to(tl.int64) * HIDDEN
         scaled = value.to(tl.float32) * tl.load(suh + channel, mask=mask, other=0).to(tl.float32)
@@ -115,8 +116,8 @@ def _rotate_rows(
 
 
 @triton.jit(
-    do_not_specialize=["stride_x", "num_rows", "num_routes", "num_ids", "num_experts"],
-    do_not_specialize_on_alignment=["x", "ids", "expert_map"],
+    do_not_specialize=["num_rows", "num_routes", "num_ids", "num_experts"],
+    do_not_specialize_on_alignment=["x", "scales", "ids", "expert_map"],
 )
 def prepare_kernel(
     x,
@@ -129,7 +130,6 @@ def prepare_kernel(
     block_routes,
     route_places,
     scratch,
-    stride_x,
     num_rows,
     num_routes,
     num_ids,
@@ -178,7 +178,6 @@ def prepare_kernel(
             rotated,
             (program - 1) // parts,
             (program - 1) % parts,
-            stride_x,
             num_rows,
             num_ids,
             num_experts,

@@ -176,7 +176,7 @@ def _row(source, held):
 
 @triton.jit(
     do_not_specialize=["layer", "first_pair", "matrix_rows", "num_ids", "num_experts"],
-    do_not_specialize_on_alignment=["ids", "expert_map"],
+    do_not_specialize_on_alignment=["codes", "ids", "expert_map"],
 )
 def warps_kernel(
     x,

@@ -10,11 +10,9 @@ from collections.abc import Sequence
 
 WORDS = ("$4", "$5", "$6", "$7")  # the word before the group, and the group's three
 LABELS = 1024  # where dynamic shared memory begins, and the labels in it
-PAIRS = 16  # of weights of a lane and step
 # Which pairs are decoded by arithmetic while the others' labels are read from shared memory, by
 # their number; spread out, so that both ways are busy at any time.
 BY_ARITHMETIC = {
-    0: (),
     2: (3, 11),
     3: (3, 8, 13),
     4: (3, 7, 11, 15),
