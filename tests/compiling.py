@@ -1,0 +1,108 @@
+"""Compiles kernels for GPUs that are not here, and prints what came of each as a line of JSON.
+
+A process of its own runs it: in the tests' own, Triton may be the interpreter.
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from qsrt_runtime.format.geometry import Geometry
+from qsrt_runtime.ops.activate.kernel import activate_kernel
+from qsrt_runtime.ops.combine.kernel import combine_kernel
+from qsrt_runtime.ops.expert_gemm.kernel import plain_kernel
+from qsrt_runtime.ops.expert_gemm.warps import ptx
+from qsrt_runtime.ops.expert_gemm.warps.kernel import warps_kernel
+from qsrt_runtime.ops.prepare.kernel import prepare_kernel
+
+GEOMETRY = Geometry(1024, 512, 64)
+TYPES = {
+    **dict.fromkeys(("x", "labels", "rotated"), "*bf16"),
+    **dict.fromkeys(("codes", "activations"), "*u8"),
+    "scales": "*fp16",
+    "partial": "*fp32",
+    "weights": "*fp32",
+}
+INTEGERS = (
+    *("num_rows", "num_routes", "num_ids", "num_experts"),
+    *("programs", "layer", "first_pair", "matrix_rows"),
+)
+COMMON = {
+    "HIDDEN": 1024,
+    "BUNDLE": GEOMETRY.bundle_bytes,
+    "SLOT_STRIDE": GEOMETRY.slot_stride(64),
+    "PAIRS": 2,
+    "SCALE_ROWS": 64,
+    "TOPK": 16,
+    "HAS_MAP": True,
+    "SINGLE": False,
+    "BY_ROUTE": True,
+    "WEIGH": True,
+    "PARTS": 2,
+}
+GEMM = {"TILES": 2, "STEPS": 16, "DIVISOR": 1, "DOWN": False}
+KERNELS = {
+    "prepare": (prepare_kernel, {"INPUTS": 2, "BLOCKS": 2, "ROUTES": 256}, {}, 4),
+    "activate": (
+        activate_kernel,
+        {"BETA": 4.0, "LINEAR_BETA": 25.0},
+        {"out": "*bf16", "slab": "*u8"},
+        4,
+    ),
+    "combine": (
+        combine_kernel,
+        {"TILES": 2, "STEPS": 8, "CHOICES": 16, "CHUNK": 2},
+        {"out": "*bf16"},
+        4,
+    ),
+    "plain": (plain_kernel, {**GEMM, "UNIFORM": False, "WIDTH": 128}, {"out": "*fp32"}, 8),
+    "warps": (
+        warps_kernel,
+        {**GEMM, "UNIFORM": True, "STEP": ptx.step(4, True), "PRODUCTS": ptx.products(True)},
+        {"out": "*fp32"},
+        32,
+    ),
+}
+
+
+def compiled(name: str, capability: int) -> dict[str, object]:
+    """Shared memory, registers' spills and stores to shared memory of one kernel."""
+    kernel, constants, types, warps = KERNELS[name]
+    constants = COMMON | constants | {"PDL": capability >= 90}
+    names = kernel.arg_names
+    types = {"slab": "*i32"} | TYPES | types
+    signature = {}
+    for argument in names:
+        if argument in constants:
+            signature[argument] = "constexpr"
+        else:
+            kind = "i32" if argument in INTEGERS else "*i32"
+            signature[argument] = types.get(argument, kind)
+    aligned = {
+        (i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n][0] == "*"
+    }
+    values = {(names.index(k),): v for k, v in constants.items() if k in names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=aligned)
+    target = GPUTarget("cuda", capability, 32)
+    found = triton.compile(source, target=target, options={"num_warps": warps})
+    text = found.asm["ptx"]
+    return {
+        "kernel": name,
+        "capability": capability,
+        "shared": found.metadata.shared,
+        "stores": len(re.findall(r"\bst\.shared", text)),
+        "layouts": found.asm["ttgir"].count("convert_layout"),
+    }
+
+
+if __name__ == "__main__":
+    for name in KERNELS:
+        for capability in (90,) if name == "warps" else (80, 90):
+            sys.stdout.write(json.dumps(compiled(name, capability)) + "\n")

@@ -1,0 +1,39 @@
+"""The kernels compile for GPUs that are not here."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+SHARED = {80: 101_376, 90: 232_448}  # bytes; for 80 what sm_86 has, the least of all
+
+
+@pytest.fixture(scope="module")
+def compiled(repository, tmp_path_factory):
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    done = subprocess.run(
+        [sys.executable, repository / "tests" / "compiling.py"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    return {(each["kernel"], each["capability"]): each for each in found}
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("kernel", ["prepare", "activate", "combine", "plain"])
+def test_fits_the_gpu(compiled, kernel, capability):
+    assert compiled[kernel, capability]["shared"] <= SHARED[capability]
+
+
+def test_labels_have_shared_memory_to_themselves(compiled):
+    """The warps' way puts them there behind Triton's back: nothing else may be stored there."""
+    warps = compiled["warps", 90]
+    assert warps["shared"] == 131072
+    assert warps["layouts"] == 0
+    assert warps["stores"] == 8  # of the gather that is never run
