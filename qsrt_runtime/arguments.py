@@ -7,8 +7,8 @@ from qsrt_runtime.weights import LayerWeights
 
 ALIGNMENT = 16  # bytes; what a vector load wants of the slab's start
 
-_X_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_WEIGHT_DTYPES = (*_X_DTYPES, torch.float64)
+X_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_WEIGHT_DTYPES = (*X_DTYPES, torch.float64)
 _ID_DTYPES = (torch.int32, torch.int64)
 
 
@@ -45,7 +45,7 @@ def check_arguments(
             f"topk_ids {list(topk_ids.shape)} and topk_weights {list(topk_weights.shape)} must "
             f"both be [{len(x)}, k]"
         )
-    if x.dtype not in _X_DTYPES:
+    if x.dtype not in X_DTYPES:
         raise TypeError(f"x is {x.dtype}, expected float32, float16 or bfloat16")
     if topk_weights.dtype not in _WEIGHT_DTYPES:
         raise TypeError(f"topk_weights is {topk_weights.dtype}, expected float16 to float64")

@@ -195,6 +195,8 @@ def _owned_slots(geometry: Geometry, rank: int, world_size: int) -> range:
 def _wanted_layers(package: Package, layers: Iterable[int] | None) -> list[int]:
     if layers is None:
         return package.layers
+    if not isinstance(layers, Iterable):
+        raise TypeError(f"layers is {layers!r}, expected several numbers, as [{layers!r}]")
     wanted = sorted({_integer(layer, "a layer") for layer in layers})
     for layer in wanted:
         if layer not in package.layers:

@@ -25,6 +25,11 @@ def moe_forward(
     for. It has no backward: a result that is asked for a gradient raises RuntimeError, and so does
     torch.compile where x wants one.
     """
+    if not isinstance(layer, LayerWeights):
+        raise TypeError(
+            f"layer is a {type(layer).__name__}, expected one of a package's layers, as "
+            "package.layers[0]"
+        )
     given = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights}
     check_types(**given, **({} if expert_map is None else {"expert_map": expert_map}))
     return torch.ops.qsrt.moe_forward(

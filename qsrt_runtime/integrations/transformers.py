@@ -19,6 +19,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from qsrt_runtime.arguments import X_DTYPES
 from qsrt_runtime.format import decode
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.geometry import Geometry
@@ -143,6 +144,11 @@ class QsrtQuantizer(HfQuantizer):
         return config
 
     update_tp_plan = update_attn_implementation  # called there by the releases before
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        if dtype not in X_DTYPES:
+            raise ValueError(f"packed experts run in float32, float16 and bfloat16, not in {dtype}")
+        return dtype
 
     def update_ep_plan(self, config: PretrainedConfig) -> PretrainedConfig:
         return config

@@ -233,6 +233,8 @@ def test_some_layers(wide):
             load_package(wide, layers=[layer])
     with pytest.raises(ValueError, match=r"layer 1 is not one of the packed layers \[0, 2\]"):
         load_package(wide, layers=[2, 1])
+    with pytest.raises(TypeError, match=r"layers is 2, expected several numbers, as \[2\]"):
+        load_package(wide, layers=2)
 
 
 @pytest.mark.parametrize("device", ["meta", "mps", "cuda:99", "nothing", ""])

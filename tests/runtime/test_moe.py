@@ -296,3 +296,9 @@ def test_sum_in_float32(layer):  # RT-9b
     found = moe_forward(x, layer, torch.full((1, 8), 2), weights)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.float(), 6 * unit, rtol=2**-8, atol=1e-5)
+
+
+def test_a_package_is_no_layer(clean_package, batch):
+    x, ids, weights = batch
+    with pytest.raises(TypeError, match=r"layer is a LoadedPackage, expected one of a package's"):
+        moe_forward(x, load_package(clean_package), ids, weights)

@@ -204,6 +204,11 @@ def test_compiled_whole(clean_package, dense_logits):
     assert close(compiled(IDS).logits, dense_logits)
 
 
+def test_a_type_that_packed_experts_do_not_run_in(clean_package):
+    with pytest.raises(ValueError, match=r"float16 and bfloat16, not in torch\.float64"):
+        load(clean_package, dtype=torch.float64)
+
+
 def test_dtype_of_the_model_leaves_the_package_alone(clean_package):
     model = load(clean_package, dtype=torch.bfloat16)
     expected = {name: value.clone() for name, value in model.named_buffers() if "experts" in name}
