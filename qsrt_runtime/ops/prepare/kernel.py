@@ -102,7 +102,7 @@ def _rotate_rows(
     if BY_ROUTE:
         token = row // TOPK
         expert, _ = expert_of(ids, expert_map, row, True, num_ids, num_experts, HAS_MAP)
-        mask &= expert >= 0
+        mask &= channel * 0 + expert >= 0
     value = tl.load(x + token.to(tl.int64) * HIDDEN + channel, mask=mask, other=0)
     if SCALE_ROWS == 1:
         expert = row * 0
