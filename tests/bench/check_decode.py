@@ -1,4 +1,4 @@
-"""One small call of every kernel of moe_decode, for compute-sanitizer.
+"""Small calls of moe_decode by the device's own way, for compute-sanitizer.
 
 compute-sanitizer --tool memcheck python tests/bench/check_decode.py
 compute-sanitizer --tool racecheck python tests/bench/check_decode.py
