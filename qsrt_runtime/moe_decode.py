@@ -1,4 +1,4 @@
-"""moe_decode: the routed experts for a few tokens, five launches on the stored bytes."""
+"""moe_decode: the routed experts for a few tokens on the stored bytes, in two launches or five."""
 
 import functools
 from contextlib import nullcontext
@@ -9,6 +9,7 @@ from qsrt_runtime.arguments import check_arguments
 from qsrt_runtime.ops.activate import activate
 from qsrt_runtime.ops.combine import combine
 from qsrt_runtime.ops.expert_gemm import expert_gemm
+from qsrt_runtime.ops.fused import MAX_TOPK, fused
 from qsrt_runtime.ops.kernel import INTERPRETED
 from qsrt_runtime.ops.prepare import prepare
 from qsrt_runtime.weights import LayerWeights
@@ -66,17 +67,20 @@ def _launch(
     weight_on_input: bool,
 ) -> None:
     tokens, topk = topk_ids.shape
-    warps, pdl = ways(x.device)
+    is_fused, pdl = ways(x.device)
+    if is_fused and topk <= MAX_TOPK:
+        prepare(x, layer, topk_ids, expert_map, workspace, pdl)
+        fused(layer, topk_ids, expert_map, topk_weights, weight_on_input, workspace, out, pdl)
+        return
     before, after = (topk_weights, None) if weight_on_input else (None, topk_weights)
     routed = (layer, topk_ids, expert_map)
     by_route = layer.traits.inputs == 0
     divisor = 1 if by_route else topk
     up = 0 if layer.traits.inputs == 1 else tokens * topk // divisor  # rows from gate's to up's
-    how = {"warps": warps, "pdl": pdl}
     prepare(x, *routed, workspace, pdl)
-    expert_gemm(workspace.rotated, *routed, workspace, divisor, up, down=False, **how)
+    expert_gemm(workspace.rotated, *routed, workspace, divisor, up, down=False, pdl=pdl)
     activate(*routed, before, workspace, pdl)
-    expert_gemm(workspace.middle, *routed, workspace, 1, 0, down=True, **how)
+    expert_gemm(workspace.middle, *routed, workspace, 1, 0, down=True, pdl=pdl)
     combine(*routed, after, workspace, out, pdl)
 
 
@@ -122,10 +126,11 @@ def moe_forward_kernels(
 
 @functools.cache
 def ways(device: torch.device) -> tuple[bool, bool]:
-    """Which way runs on a device: whether the products go by warps, and dependent launches.
+    """Which way runs on a device: whether the fused one, and dependent launches.
 
-    By warps on sm_90, with inline PTX and labels in 128 KiB of shared memory; plain Triton on
-    every other GPU, and under the interpreter. Dependent launches from sm_90 on.
+    On sm_90 both products are one launch, with inline PTX and labels in 128 KiB of shared memory;
+    plain Triton runs on every other GPU, under the interpreter, and for more than MAX_TOPK routes
+    of a token. Dependent launches from sm_90 on.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return False, False

@@ -17,8 +17,10 @@ class Workspace:
     """Buffers of moe_decode, the caller's; one call at a time uses them.
 
     rotated: [2 R, H], middle: [R, I], of the rows' type, tiles in fragment order; R = tokens topk.
-    partial: [parts, PLACES, COLUMNS] float32, sums of what one program made of one tile.
+    partial: [2, parts, PLACES, COLUMNS] float32, sums of what one program made of one tile; the
+    fused way has gate and up in the first half and down in the second, the plain way uses one.
     counts: [2] int32, blocks of routes, and ids that name no expert and are not -1.
+    arrivals: [2] int32, programs that have come to where all meet.
     block_experts: [blocks], block_routes: [blocks, PLACES], -1 where empty; route_places: [R],
     block PLACES + place of each route, -1 for none; scratch: of prepare; int32.
     programs: of the products, one for each multiprocessor.
@@ -32,6 +34,7 @@ class Workspace:
     middle: torch.Tensor
     partial: torch.Tensor
     counts: torch.Tensor
+    arrivals: torch.Tensor
     block_experts: torch.Tensor
     block_routes: torch.Tensor
     route_places: torch.Tensor
@@ -70,8 +73,9 @@ def make_workspace(
         programs=programs,
         rotated=torch.empty(2 * routes, geometry.hidden, dtype=dtype, device=device),
         middle=torch.empty(routes, geometry.intermediate, dtype=dtype, device=device),
-        partial=torch.empty(programs + tiles, PLACES, COLUMNS, device=device),
+        partial=torch.empty(2, programs + tiles, PLACES, COLUMNS, device=device),
         counts=integers(2),
+        arrivals=integers(2),
         block_experts=integers(most),
         block_routes=integers(most, PLACES),
         route_places=integers(routes),

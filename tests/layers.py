@@ -72,8 +72,8 @@ def poisoned(layer, topk, dtype, tokens=16, programs=None):
     """
     workspace = make_workspace(layer.geometry, topk, tokens, dtype, layer.atoms.device)
     if programs is not None:
-        parts = len(workspace.partial) - workspace.programs + programs
-        partial = workspace.partial.new_empty(parts, *workspace.partial.shape[1:])
+        parts = workspace.partial.shape[1] - workspace.programs + programs
+        partial = workspace.partial.new_empty(2, parts, *workspace.partial.shape[2:])
         workspace = replace(workspace, programs=programs, partial=partial)
     guarded = {}
     for name, value in vars(workspace).items():

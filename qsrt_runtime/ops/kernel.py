@@ -12,6 +12,7 @@ from qsrt_runtime import workspace
 
 PLACES = tl.constexpr(workspace.PLACES)  # the columns of a tensor core's B fragment
 COLUMNS = tl.constexpr(workspace.COLUMNS)  # 32 strips of 16
+STATES = tl.constexpr(65536)  # of a trellis
 INTERPRETED = triton.knobs.runtime.interpret  # kernels run on CPU tensors
 
 
@@ -33,6 +34,32 @@ def expert_of(ids, expert_map, route, mask, num_ids, num_experts, HAS_MAP: tl.co
         expert = tl.load(expert_map + expert, mask=mask & known, other=-1).to(tl.int64)
         wrong |= (expert < -1) | (expert >= num_experts)
     return tl.where(wrong, -1, expert).to(tl.int32), wrong & mask
+
+
+@triton.jit
+def low_bits(codes, expert, pair, layer, PAIRS: tl.constexpr, DOWN: tl.constexpr):
+    """Bits of the low record of a physical pair of slots: 2 or 3; the high one has 6 less that."""
+    code = tl.load(codes + expert).to(tl.int32)
+    mode = code & 15
+    if not DOWN:
+        mode = code >> 4
+    shift = (5 * expert + layer) % PAIRS
+    return tl.where((pair - shift + PAIRS) % PAIRS < mode, 2, 3)
+
+
+@triton.jit
+def block_of(
+    ids, expert_map, block_experts, block_routes, block, place, num_ids, num_experts,
+    SINGLE: tl.constexpr, HAS_MAP: tl.constexpr,
+):  # fmt: skip
+    """The expert of a block, and the routes at some of its places, -1 for none."""
+    if SINGLE:
+        expert, _ = expert_of(ids, expert_map, block, True, num_ids, num_experts, HAS_MAP)
+        route = tl.where((place == 0) & (expert >= 0), block, -1)
+        return tl.maximum(expert, 0), route
+    expert = tl.load(block_experts + block)
+    route = tl.load(block_routes + block * PLACES + place, mask=place < PLACES, other=-1)
+    return expert, route
 
 
 @triton.jit
@@ -79,3 +106,27 @@ def first_and_last_program(num_blocks, tile, TILES: tl.constexpr, STEPS: tl.cons
     """
     unit = tl.maximum(tl.cdiv(num_blocks * TILES * STEPS, programs), 1)
     return tile * STEPS // unit, (tile * STEPS + STEPS - 1) // unit
+
+
+@triton.jit
+def _tanh(x):
+    """tanh, to float32's precision for small arguments and large ones of either sign."""
+    small = tl.exp(-2 * tl.abs(x))
+    size = (1 - small) / (1 + small)
+    square = x * x
+    series = x * (1 + square * (-1 / 3 + square * (2 / 15 - square * (17 / 315))))
+    return tl.where(tl.abs(x) < 0.125, series, tl.where(x < 0, -size, size))
+
+
+@triton.jit
+def _sigmoid(x):
+    small = tl.exp(-tl.abs(x))
+    return tl.where(x < 0, small, 1.0) / (1 + small)
+
+
+@triton.jit
+def activate(gate, up, is_situ, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr):
+    """SiLU: g sigmoid(g) u; SiTU: beta tanh(g / beta) sigmoid(g) * lin tanh(u / lin)."""
+    kept = tl.where(is_situ, BETA * _tanh(gate / BETA), gate)
+    linear = tl.where(is_situ, LINEAR_BETA * _tanh(up / LINEAR_BETA), up)
+    return kept * _sigmoid(gate) * linear

@@ -26,10 +26,8 @@ from qsrt_runtime import moe_decode as decode
 from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.moe_decode import moe_decode, ways
 from qsrt_runtime.moe_reference import moe_forward_reference
-from qsrt_runtime.ops import expert_gemm as expert_gemms
-from qsrt_runtime.ops.activate import activate
-from qsrt_runtime.ops.expert_gemm import expert_gemm
-from qsrt_runtime.ops.expert_gemm.warps import ptx
+from qsrt_runtime.ops import fused
+from qsrt_runtime.ops.fused.product import ptx
 from qsrt_runtime.ops.prepare import prepare
 from qsrt_runtime.weights import LayerWeights, traits_of
 from qsrt_runtime.workspace import Workspace, make_workspace
@@ -139,29 +137,13 @@ def calls_of(layer: LayerWeights, topk: int, workspace: Workspace, tokens: int) 
     return calls
 
 
-def parts_of(
-    layer: LayerWeights, topk: int, workspace: Workspace, tokens: int
-) -> dict[str, list[Call]]:
-    """The first 1, 2, 3 and 4 launches."""
-    warps, pdl = ways(DEVICE)
-    how = {"warps": warps, "pdl": pdl}
-    found: dict[str, list[Call]] = {"prepare": [], "gate and up": [], "activate": [], "down": []}
+def prepare_us(layer: LayerWeights, topk: int, workspace: Workspace, tokens: int) -> float:
+    """The first launch alone."""
+    calls: list[Call] = []
     for ids, _ in routings(tokens, layer.geometry.experts, topk, max(2, min(16, 64 // tokens))):
         x = torch.randn(tokens, layer.geometry.hidden, device=DEVICE, dtype=torch.bfloat16)
-        launches: list[Call] = [
-            lambda x=x, i=ids: prepare(x, layer, i, None, workspace, pdl),
-            lambda i=ids: expert_gemm(
-                workspace.rotated, layer, i, None, workspace, topk, 0, down=False, **how
-            ),
-            lambda i=ids: activate(layer, i, None, None, workspace, pdl),
-            lambda i=ids: expert_gemm(
-                workspace.middle, layer, i, None, workspace, 1, 0, down=True, **how
-            ),
-        ]
-        for number, name in enumerate(found):
-            some = launches[: number + 1]
-            found[name].append(lambda some=some: [launch() for launch in some])
-    return found
+        calls.append(lambda x=x, i=ids: prepare(x, layer, i, None, workspace, ways(DEVICE)[1]))
+    return graph_us(calls)
 
 
 def baseline_us(name: str, tokens: int, tensors: list[torch.Tensor]) -> tuple[float, float, float]:
@@ -202,8 +184,7 @@ def bench(name: str, tokens: list[int], with_parts: bool) -> None:
             f"ratio of speeds {inside / us:.2f}"
         )
         if with_parts:
-            parts = parts_of(layer, topk, workspace, count)
-            say("  up to " + ", ".join(f"{k} {graph_us(v):.1f}" for k, v in parts.items()))
+            say(f"  prepare alone {prepare_us(layer, topk, workspace, count):.1f}")
 
 
 def compile_all(name: str) -> None:
@@ -225,10 +206,10 @@ def bench_variants(name: str, tokens: list[int]) -> None:
     for count in tokens:
         found = []
         for share in (2, 3, 4, 5):
-            expert_gemms._step = partial(ptx.step, share)
+            fused._step = partial(ptx.step, share)
             us = graph_us(calls_of(layer, topk, workspace, count), 7)
             found.append(f"{share} of 16 by arithmetic {us:.1f}")
-        expert_gemms._step = partial(ptx.step, expert_gemms.ARITHMETIC)
+        fused._step = partial(ptx.step, fused.ARITHMETIC)
         with patch.object(decode, "ways", lambda _device: (True, False)):
             us = graph_us(calls_of(layer, topk, workspace, count), 7)
         found.append(f"launches one after another {us:.1f}")

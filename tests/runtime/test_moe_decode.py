@@ -144,7 +144,7 @@ def test_more_routes_than_experts(name, dtype, tokens):
     layer = random_layer(Geometry(128, 256, 2), place(name))
     x, _, weights = inputs(layer, tokens, 2, dtype)
     ids = torch.tensor([[0, 1, -1, 0, 1, 1, -1, 0, 7]], device=x.device).repeat(tokens, 1)
-    weights = torch.rand(tokens, 9, device=x.device)
+    weights = torch.linspace(0.1, 0.9, 9, device=x.device).repeat(tokens, 1)
     workspace = poisoned(layer, 9, dtype, tokens)
     found = run(x, layer, ids, weights, workspace)
     assert workspace.invalid_routes() == tokens

@@ -23,7 +23,7 @@ def activate(
     """
     pairs, experts = len(layer.slots) // 8, layer.geometry.experts
     activate_kernel[(topk_ids.numel(), pairs)](
-        workspace.partial,
+        workspace.partial[0],
         layer.atoms,
         layer.activations,
         layer.activations if weights is None else weights,

@@ -6,36 +6,13 @@ import triton.language as tl
 from qsrt_runtime.ops.kernel import (
     COLUMNS,
     PLACES,
+    activate,
     expert_of,
     first_and_last_program,
     in_fragment_order,
     rotate,
     wait_for_previous,
 )
-
-
-@triton.jit
-def _tanh(x):
-    """tanh, to float32's precision for small arguments and large ones of either sign."""
-    small = tl.exp(-2 * tl.abs(x))
-    size = (1 - small) / (1 + small)
-    square = x * x
-    series = x * (1 + square * (-1 / 3 + square * (2 / 15 - square * (17 / 315))))
-    return tl.where(tl.abs(x) < 0.125, series, tl.where(x < 0, -size, size))
-
-
-@triton.jit
-def _sigmoid(x):
-    small = tl.exp(-tl.abs(x))
-    return tl.where(x < 0, small, 1.0) / (1 + small)
-
-
-@triton.jit
-def activate(gate, up, is_situ, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr):
-    """SiLU: g sigmoid(g) u; SiTU: beta tanh(g / beta) sigmoid(g) * lin tanh(u / lin)."""
-    kept = tl.where(is_situ, BETA * _tanh(gate / BETA), gate)
-    linear = tl.where(is_situ, LINEAR_BETA * _tanh(up / LINEAR_BETA), up)
-    return kept * _sigmoid(gate) * linear
 
 
 @triton.jit(

@@ -26,7 +26,7 @@ def combine(
     hidden, experts, topk = layer.geometry.hidden, layer.geometry.experts, topk_ids.shape[1]
     choices, by_route = 1 << (topk - 1).bit_length(), layer.traits.inputs == 0
     combine_kernel[(len(out), -(-hidden // 256))](
-        workspace.partial,
+        workspace.partial[0],
         layer.shared_scales[2],
         layer.activations if weights is None else weights,
         topk_ids,

@@ -6,7 +6,7 @@ gate and up together those of one physical pair of slots (low then high record o
 line, of which every program takes an equal run, so that all multiprocessors are busy at one token
 too; what a program makes of a tile is a part of its sum, and the next launch adds the parts.
 
-This is the plain way, for any GPU and the interpreter; warps/ has the other.
+This is the plain way, for any GPU and the interpreter; fused has the other.
 """
 
 import triton
@@ -15,38 +15,12 @@ import triton.language as tl
 from qsrt_runtime.ops.kernel import (
     COLUMNS,
     PLACES,
-    expert_of,
+    STATES,
+    block_of,
     in_fragment_order,
+    low_bits,
     wait_for_previous,
 )
-
-STATES = tl.constexpr(65536)
-
-
-@triton.jit
-def low_bits(codes, expert, pair, layer, PAIRS: tl.constexpr, DOWN: tl.constexpr):
-    """Bits of the low record of a physical pair of slots: 2 or 3; the high one has 6 less that."""
-    code = tl.load(codes + expert).to(tl.int32)
-    mode = code & 15
-    if not DOWN:
-        mode = code >> 4
-    shift = (5 * expert + layer) % PAIRS
-    return tl.where((pair - shift + PAIRS) % PAIRS < mode, 2, 3)
-
-
-@triton.jit
-def block_of(
-    ids, expert_map, block_experts, block_routes, block, place, num_ids, num_experts,
-    SINGLE: tl.constexpr, HAS_MAP: tl.constexpr,
-):  # fmt: skip
-    """The expert of a block, and the routes at some of its places, -1 for none."""
-    if SINGLE:
-        expert, _ = expert_of(ids, expert_map, block, True, num_ids, num_experts, HAS_MAP)
-        route = tl.where((place == 0) & (expert >= 0), block, -1)
-        return tl.maximum(expert, 0), route
-    expert = tl.load(block_experts + block)
-    route = tl.load(block_routes + block * PLACES + place, mask=place < PLACES, other=-1)
-    return expert, route
 
 
 @triton.jit

@@ -7,7 +7,6 @@ import torch
 from layers import BOUND, DEVICES, error, inputs, place, poisoned, random_layer
 
 from qsrt_runtime.format.geometry import Geometry
-from qsrt_runtime.moe_decode import ways
 from qsrt_runtime.ops.activate import activate
 from qsrt_runtime.ops.activate.reference import activate_reference
 from qsrt_runtime.ops.combine import combine
@@ -44,7 +43,7 @@ def summed(workspace, places, blocks, tiles, steps):
         block, place = divmod(at, PLACES)
         for tile in range(block * tiles, (block + 1) * tiles):
             programs = range(tile * steps // unit, (tile * steps + steps - 1) // unit + 1)
-            rows.append(sum(workspace.partial[p + tile, place] for p in programs))
+            rows.append(sum(workspace.partial[0, p + tile, place] for p in programs))
     return torch.stack(rows).unflatten(0, (-1, tiles)).flatten(1)
 
 
@@ -90,7 +89,6 @@ def test_products(name, dtype, tokens):
     layer, x, ids, _, experts, workspace = case(name, dtype, "one", tokens)
     prepare(x, layer, ids, None, workspace, False)
     blocks, _, places = map_routes_reference(experts)
-    warps, _ = ways(x.device)
     rows = natural(workspace.rotated)
     for down in (False, True):
         source, divisor = (workspace.middle, 1) if down else (workspace.rotated, TOPK)
@@ -98,9 +96,7 @@ def test_products(name, dtype, tokens):
             middle = torch.randn(source.shape, device=x.device).to(dtype)
             source.copy_(in_fragment_order(middle))
             rows = middle.float()
-        expert_gemm(
-            source, layer, ids, None, workspace, divisor, 0, down=down, warps=warps, pdl=False
-        )
+        expert_gemm(source, layer, ids, None, workspace, divisor, 0, down=down, pdl=False)
         tiles, steps = (1, 8) if down else (2, 4)
         found = summed(workspace, places, len(blocks), tiles, steps)
         for route, expert in enumerate(experts):
@@ -120,13 +116,13 @@ def test_activation(name, dtype, weigh):
     prepare(x, layer, ids, None, workspace, False)
     blocks, _, places = map_routes_reference(experts)
     workspace = replace(workspace, programs=len(blocks) * 2 * 4)  # one for each step
-    workspace = replace(workspace, partial=workspace.partial.new_zeros(100, PLACES, COLUMNS))
+    workspace = replace(workspace, partial=workspace.partial.new_zeros(2, 100, PLACES, COLUMNS))
     sums = 3 * torch.randn(len(experts), 2 * COLUMNS, device=x.device)
     for route, at in enumerate(places):
         block, place_ = divmod(at, PLACES)
         for i in range(2):
             tile = 2 * block + i
-            workspace.partial[4 * tile + tile, place_] = sums[route, i * COLUMNS :][:COLUMNS]
+            workspace.partial[0, 4 * tile + tile, place_] = sums[route, i * COLUMNS :][:COLUMNS]
     activate(layer, ids, None, weights if weigh else None, workspace, False)
     found = natural(workspace.middle)
     factors = weights.flatten() if weigh else torch.ones(len(experts), device=x.device)
@@ -143,11 +139,11 @@ def test_combination(name, dtype, sides):
     prepare(x, layer, ids, None, workspace, False)
     blocks, _, places = map_routes_reference(experts)
     workspace = replace(workspace, programs=len(blocks) * 8)
-    workspace = replace(workspace, partial=workspace.partial.new_zeros(100, PLACES, COLUMNS))
+    workspace = replace(workspace, partial=workspace.partial.new_zeros(2, 100, PLACES, COLUMNS))
     sums = torch.randn(len(experts), 256, device=x.device)
     for route, at in enumerate(places):
         block, place_ = divmod(at, PLACES)
-        workspace.partial[8 * block + block, place_, :256] = sums[route]
+        workspace.partial[0, 8 * block + block, place_, :256] = sums[route]
     out = torch.full_like(x, float("nan"))
     combine(layer, ids, None, weights, workspace, out, False)
     assert error(out, combine_reference(sums, layer, experts, weights)) < BOUND[dtype]

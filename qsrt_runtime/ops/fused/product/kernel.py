@@ -1,15 +1,13 @@
-"""The products of expert_gemm a strip to a warp, for GPUs with 227 KB of shared memory.
-
-The labels of 3 bits lie in shared memory; a warp decodes a strip straight into the A fragments of
-the tensor cores, mostly in PTX (ptx.py). Steps, tiles and parts are as in the plain way.
+"""The products of expert_gemm a strip to a warp: the labels of 3 bits lie in shared memory, and a
+warp decodes a strip straight into the A fragments of the tensor cores, mostly in PTX (ptx.py).
+Steps, tiles and parts are as in expert_gemm.
 """
 
 import triton
 import triton.language as tl
 
-from qsrt_runtime.ops.expert_gemm.kernel import STATES, block_of, low_bits
-from qsrt_runtime.ops.expert_gemm.warps import ptx
-from qsrt_runtime.ops.kernel import COLUMNS, PLACES, wait_for_previous
+from qsrt_runtime.ops.fused.product import ptx
+from qsrt_runtime.ops.kernel import COLUMNS, PLACES, STATES, block_of, low_bits
 
 _COPY, _COPIED = tl.constexpr(ptx.COPY), tl.constexpr(ptx.COPIED)
 _ROW, _NEIGHBOUR = tl.constexpr(ptx.ROW), tl.constexpr(ptx.NEIGHBOUR)
@@ -18,7 +16,7 @@ _PRODUCT_WORDS = tl.constexpr(ptx.operands(24))
 
 
 @triton.jit
-def _copy_labels(labels, thread, layer):
+def copy_labels(labels, thread, layer):
     """Start copying the 3-bit labels, 128 KiB, to where dynamic shared memory begins."""
     if layer < 0:  # never so: a gather, for which Triton sets that much memory aside
         place = tl.arange(0, 32768)
@@ -100,7 +98,7 @@ def _step(
 
 
 @triton.jit
-def _from_lane(value, lane):
+def from_lane(value, lane):
     """What another lane of the warp has."""
     return tl.inline_asm_elementwise(
         _NEIGHBOUR, "=r,r,r", [value, lane], dtype=tl.int32, is_pure=False, pack=1
@@ -126,7 +124,7 @@ def _exchange(r0, r1, r2, lane, number):
     """
     given = (3 * (((lane - number) * 11) & 31) + number) >> 5
     value = tl.where(given == 0, r0, tl.where(given == 1, r1, r2))
-    return _from_lane(value, (3 * (8 * (lane & 3) + (lane >> 2)) + number) & 31)
+    return from_lane(value, (3 * (8 * (lane & 3) + (lane >> 2)) + number) & 31)
 
 
 @triton.jit
@@ -135,9 +133,10 @@ def _first_words(
     SLOT_STRIDE: tl.constexpr, TILES: tl.constexpr, STEPS: tl.constexpr, DOWN: tl.constexpr,
     UNIFORM: tl.constexpr,
 ):  # fmt: skip
-    """Where a lane's first word of a position's step is, whether there is any, and how far on the
-    next step's. Where all pairs are of 3 bits, the word that the lane reads (see _exchange); else
-    the strip, without what depends on a pair's bits.
+    """Where a lane's first word of a position's step is, and whether there is any.
+
+    Where all pairs are of 3 bits, the word that the lane reads (see _exchange); else the strip,
+    without what depends on a pair's bits.
     """
     part, step = position // STEPS % TILES, position % STEPS
     words = slab + expert.to(tl.int64) * (BUNDLE // 4)
@@ -145,7 +144,6 @@ def _first_words(
         hidden_tile = part * 32 + strip
         there = hidden_tile < HIDDEN // 16
         words += 6 * HIDDEN + 2 * step.to(tl.int64) * (SLOT_STRIDE // 4)
-        advance: tl.constexpr = 2 * SLOT_STRIDE // 4
         if UNIFORM:
             words += hidden_tile * 24 + _place_of(group * 4 + quarter, HIDDEN, SLOT_STRIDE, DOWN)
         else:
@@ -154,10 +152,22 @@ def _first_words(
         there = strip >= 0
         slot = part * 8 + (strip & 7)
         words += (strip >> 4) * (3 * HIDDEN) + slot.to(tl.int64) * (SLOT_STRIDE // 4)
-        advance: tl.constexpr = 96 if UNIFORM else 0
         if UNIFORM:
             words += ((strip >> 3) & 1) * (HIDDEN // 16 * 24) + step * 96 + group * 4 + quarter
-    return words, there, advance
+    return words, there
+
+
+@triton.jit
+def _load_words(words, there, HIDDEN: tl.constexpr, SLOT_STRIDE: tl.constexpr, DOWN: tl.constexpr):
+    """A lane's three of a step's 96 words, where all pairs are of 3 bits."""
+    lane = tl.arange(0, 1024) & 31
+    first = _place_of(lane, HIDDEN, SLOT_STRIDE, DOWN)
+    second = _place_of(lane + 32, HIDDEN, SLOT_STRIDE, DOWN) - first
+    third = _place_of(lane + 64, HIDDEN, SLOT_STRIDE, DOWN) - first
+    n1 = tl.load(words, mask=there, other=0, cache_modifier=".cg")
+    n2 = tl.load(words + second, mask=there, other=0, cache_modifier=".cg")
+    n3 = tl.load(words + third, mask=there, other=0, cache_modifier=".cg")
+    return n1, n2, n3
 
 
 @triton.jit
@@ -174,83 +184,55 @@ def _row(source, held):
     return x0, x1, x2, x3
 
 
-@triton.jit(
-    do_not_specialize=["layer", "first_pair", "matrix_rows", "num_ids", "num_experts"],
-    do_not_specialize_on_alignment=["codes", "ids", "expert_map"],
-)
-def warps_kernel(
-    x,
-    slab,
-    labels,
-    codes,
-    ids,
-    expert_map,
-    counts,
-    block_experts,
-    block_routes,
-    out,
-    layer,
-    first_pair,
-    matrix_rows,
-    num_ids,
-    num_experts,
-    HIDDEN: tl.constexpr,
-    BUNDLE: tl.constexpr,
-    SLOT_STRIDE: tl.constexpr,
-    PAIRS: tl.constexpr,
-    TILES: tl.constexpr,
-    STEPS: tl.constexpr,
-    DIVISOR: tl.constexpr,
-    TOPK: tl.constexpr,
-    DOWN: tl.constexpr,
-    UNIFORM: tl.constexpr,
-    SINGLE: tl.constexpr,
+@triton.jit
+def first_step(
+    slab, ids, expert_map, block_experts, block_routes, position, end, total, num_ids, num_experts,
+    HIDDEN: tl.constexpr, BUNDLE: tl.constexpr, SLOT_STRIDE: tl.constexpr, TILES: tl.constexpr,
+    STEPS: tl.constexpr, DOWN: tl.constexpr, UNIFORM: tl.constexpr, SINGLE: tl.constexpr,
     HAS_MAP: tl.constexpr,
-    STEP: tl.constexpr,
-    PRODUCTS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """As plain_kernel, a strip to each of 32 warps; one program on each multiprocessor.
-
-    STEP, PRODUCTS: ptx.step and ptx.products for x's type.
+):  # fmt: skip
+    """What products needs of the first position before there are rows: its expert, routes and
+    words, which are on their way from then on.
     """
     thread = tl.arange(0, 1024)
     strip, lane = thread >> 5, thread & 31
     group, quarter = lane >> 2, lane & 3
-    _copy_labels(labels, thread, layer)
-    # Of gate and up of several tokens the launch before makes the map; else it is there.
-    if not (SINGLE or DOWN):
-        wait_for_previous(PDL)
-    program = tl.program_id(0)
-    total = TOPK * TILES * STEPS
-    if not SINGLE:
-        total = tl.load(counts) * TILES * STEPS
-    unit = tl.cdiv(total, tl.num_programs(0))
-    position, end = program * unit, tl.minimum(program * unit + unit, total)
-    x = x.to(tl.pointer_type(tl.int32))
-    before = (lane - 4) & 31
     expert, route = block_of(
         ids, expert_map, block_experts, block_routes,
         tl.minimum(position, total - 1) // (STEPS * TILES), group, num_ids, num_experts,
         SINGLE, HAS_MAP,
     )  # fmt: skip
-    words, there, advance = _first_words(
+    words, there = _first_words(
         slab, strip, group, quarter, expert, position, HIDDEN, BUNDLE, SLOT_STRIDE,
         TILES, STEPS, DOWN, UNIFORM,
     )  # fmt: skip
-    second = _place_of(lane + 32, HIDDEN, SLOT_STRIDE, DOWN)
-    second -= _place_of(lane, HIDDEN, SLOT_STRIDE, DOWN)
-    third = _place_of(lane + 64, HIDDEN, SLOT_STRIDE, DOWN)
-    third -= _place_of(lane, HIDDEN, SLOT_STRIDE, DOWN)
+    n1, n2, n3 = lane, lane, lane
     if UNIFORM:
-        more = there & (position < end)
-        n1 = tl.load(words, mask=more, other=0, cache_modifier=".cg")
-        n2 = tl.load(words + second, mask=more, other=0, cache_modifier=".cg")
-        n3 = tl.load(words + third, mask=more, other=0, cache_modifier=".cg")
-    if SINGLE or DOWN:
-        wait_for_previous(PDL)
-    tl.inline_asm_elementwise(_COPIED, "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1)
-    tl.debug_barrier()
+        n1, n2, n3 = _load_words(words, there & (position < end), HIDDEN, SLOT_STRIDE, DOWN)
+    return expert, route, words, there, n1, n2, n3
+
+
+@triton.jit
+def products(
+    x, slab, labels, codes, ids, expert_map, block_experts, block_routes, out, layer, first_pair,
+    matrix_rows, num_ids, num_experts, position, end, total,
+    expert, route, words, there, n1, n2, n3,
+    HIDDEN: tl.constexpr, BUNDLE: tl.constexpr, SLOT_STRIDE: tl.constexpr, PAIRS: tl.constexpr,
+    TILES: tl.constexpr, STEPS: tl.constexpr, DIVISOR: tl.constexpr, DOWN: tl.constexpr,
+    UNIFORM: tl.constexpr, SINGLE: tl.constexpr, HAS_MAP: tl.constexpr, STEP: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+):  # fmt: skip
+    """The steps position to end of all tiles' `total`: a part of each tile to out.
+
+    As plain_kernel, a strip to each of 32 warps.   expert to n3: of first_step.
+    STEP, PRODUCTS: ptx.step and ptx.products for x's type.
+    """
+    thread = tl.arange(0, 1024)
+    strip, lane = thread >> 5, thread & 31
+    group, quarter = lane >> 2, lane & 3
+    x = x.to(tl.pointer_type(tl.int32))
+    before = (lane - 4) & 31
+    advance: tl.constexpr = (2 * SLOT_STRIDE // 4) if DOWN else (96 if UNIFORM else 0)
     while position < end:
         tile = position // STEPS
         first = position % STEPS
@@ -268,7 +250,7 @@ def warps_kernel(
             tl.minimum(next_position, total - 1) // (STEPS * TILES), group, num_ids, num_experts,
             SINGLE, HAS_MAP,
         )  # fmt: skip
-        next_words, next_there, _ = _first_words(
+        next_words, next_there = _first_words(
             slab, strip, group, quarter, next_expert, next_position, HIDDEN, BUNDLE, SLOT_STRIDE,
             TILES, STEPS, DOWN, UNIFORM,
         )  # fmt: skip
@@ -286,9 +268,7 @@ def warps_kernel(
                 is_last = step + 1 == last
                 at = tl.where(is_last, next_words, words)
                 more = tl.where(is_last, next_there, there)
-                n1 = tl.load(at, mask=more, other=0, cache_modifier=".cg")
-                n2 = tl.load(at + second, mask=more, other=0, cache_modifier=".cg")
-                n3 = tl.load(at + third, mask=more, other=0, cache_modifier=".cg")
+                n1, n2, n3 = _load_words(at, more, HIDDEN, SLOT_STRIDE, DOWN)
                 newest = w3
             else:
                 pair = first_pair + (step // 4 if DOWN else part)
@@ -303,7 +283,7 @@ def warps_kernel(
                 w4 = tl.load(at + 3, mask=there & (bits > 3), other=0)
                 newest = tl.where(bits == 2, w2, tl.where(bits == 3, w3, w4))
                 words += advance
-            w0 = _from_lane(newest, before)
+            w0 = from_lane(newest, before)
             x0, x1, x2, x3 = _row(source, held)
             x4, x5, x6, x7 = _row(source + 4, held)
             source += 32
@@ -317,9 +297,11 @@ def warps_kernel(
                     c0, c1, c2, c3, PRODUCTS, _PRODUCT_WORDS,
                 )  # fmt: skip
         # A lane has the sums of the places 2 quarter and 2 quarter + 1.
-        left = _from_lane(route, (quarter * 8) & 31) >= 0
-        right = _from_lane(route, (quarter * 8 + 4) & 31) >= 0
-        sums = out + (program + tile).to(tl.int64) * (PLACES * COLUMNS) + strip * 16 + group
+        left = from_lane(route, (quarter * 8) & 31) >= 0
+        right = from_lane(route, (quarter * 8 + 4) & 31) >= 0
+        sums = (
+            out + (tl.program_id(0) + tile).to(tl.int64) * (PLACES * COLUMNS) + strip * 16 + group
+        )
         sums += 2 * quarter * COLUMNS
         tl.store(sums, c0, mask=there & left)
         tl.store(sums + 8, c2, mask=there & left)

@@ -1,0 +1,93 @@
+"""All that follows prepare in one launch, on GPUs whose multiprocessors have 227 KB to share."""
+
+import functools
+
+import torch
+
+from qsrt_runtime.format.manifest import SITU_BETA, SITU_LINEAR_BETA
+from qsrt_runtime.ops.fused.kernel import fused_kernel
+from qsrt_runtime.ops.fused.product import ptx
+from qsrt_runtime.ops.launch import dependent, labels
+from qsrt_runtime.weights import LayerWeights
+from qsrt_runtime.workspace import Workspace
+
+MAX_TOPK = 32  # a warp each
+SHARED_BYTES = 131072  # of the labels of 3 bits
+ARITHMETIC = 4  # of a lane's 16 pairs; best of 2 to 5 on an H200
+
+
+def fused(
+    layer: LayerWeights,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    topk_weights: torch.Tensor,
+    weight_on_input: bool,
+    workspace: Workspace,
+    out: torch.Tensor,
+    pdl: bool,
+) -> None:
+    """The output from prepare's map and rows: both products, the activation, and the sum.
+
+    topk_ids, topk_weights: [T, k], k at most MAX_TOPK.   out: [T, H].
+    """
+    geometry, experts = layer.geometry, layer.geometry.experts
+    tokens, topk = topk_ids.shape
+    by_route = layer.traits.inputs == 0
+    divisor = 1 if by_route else topk
+    is_bfloat16 = out.dtype == torch.bfloat16
+    compiled = fused_kernel[(workspace.programs,)](
+        workspace.rotated,
+        layer.atoms.view(torch.int32),
+        labels(out.dtype, out.device),
+        layer.format_codes,
+        layer.activations,
+        layer.shared_scales[2],
+        topk_weights,
+        topk_ids,
+        topk_ids if expert_map is None else expert_map,
+        workspace.counts,
+        workspace.arrivals,
+        workspace.block_experts,
+        workspace.block_routes,
+        workspace.route_places,
+        workspace.partial[0],
+        workspace.middle,
+        workspace.partial[1],
+        out,
+        layer.layer,
+        layer.slots.start // 8,
+        0 if layer.traits.inputs == 1 else tokens * topk // divisor,  # rows from gate's to up's
+        tokens,
+        experts if expert_map is None else len(expert_map),
+        experts,
+        HIDDEN=geometry.hidden,
+        BUNDLE=geometry.bundle_bytes,
+        SLOT_STRIDE=layer.atoms.shape[1],
+        PAIRS=geometry.pairs,
+        HELD=len(layer.slots) // 8,
+        DIVISOR=divisor,
+        TOPK=topk,
+        CHOICES=1 << (topk - 1).bit_length(),
+        SCALE_ROWS=layer.shared_scales.shape[1] if by_route else 1,
+        BETA=SITU_BETA,
+        LINEAR_BETA=SITU_LINEAR_BETA,
+        WEIGH="input" if weight_on_input else "output",
+        UNIFORM=layer.traits.uniform,
+        SINGLE=tokens == 1,
+        HAS_MAP=expert_map is not None,
+        STEP=_step(is_bfloat16),
+        PRODUCTS=_products(is_bfloat16),
+        PDL=pdl,
+        num_warps=32,
+        launch_cooperative_grid=True,
+        **dependent(pdl),
+    )
+    if compiled.metadata.shared != SHARED_BYTES:
+        raise RuntimeError(
+            f"this Triton sets {compiled.metadata.shared} bytes of shared memory aside, expected "
+            f"{SHARED_BYTES}; use another version"
+        )
+
+
+_step = functools.cache(functools.partial(ptx.step, ARITHMETIC))
+_products = functools.cache(ptx.products)

@@ -1,0 +1,135 @@
+"""Both products and all that follows them in one launch, for GPUs with 227 KB of shared memory.
+
+A program stays on each multiprocessor. All of them meet after either product, whose parts others
+take up; the labels are copied once.
+"""
+
+import triton
+import triton.language as tl
+
+from qsrt_runtime.ops.fused.ends.kernel import make_middle, make_output, meet
+from qsrt_runtime.ops.fused.product import ptx
+from qsrt_runtime.ops.fused.product.kernel import copy_labels, first_step, products
+from qsrt_runtime.ops.kernel import COLUMNS, wait_for_previous
+
+_COPIED = tl.constexpr(ptx.COPIED)
+
+
+@triton.jit
+def _share(total):
+    """The run of steps that is this program's: first and end."""
+    unit = tl.cdiv(total, tl.num_programs(0))
+    start = tl.program_id(0) * unit
+    return start, tl.minimum(start + unit, total)
+
+
+@triton.jit(
+    do_not_specialize=[
+        *("layer", "first_pair", "matrix_rows", "num_tokens", "num_ids", "num_experts"),
+    ],
+    do_not_specialize_on_alignment=[
+        *("codes", "activations", "scales", "weights", "ids", "expert_map", "out"),
+    ],
+)
+def fused_kernel(
+    x,
+    slab,
+    labels,
+    codes,
+    activations,
+    scales,
+    weights,
+    ids,
+    expert_map,
+    counts,
+    arrivals,
+    block_experts,
+    block_routes,
+    route_places,
+    gate_up,
+    middle,
+    down,
+    out,
+    layer,
+    first_pair,
+    matrix_rows,
+    num_tokens,
+    num_ids,
+    num_experts,
+    HIDDEN: tl.constexpr,
+    BUNDLE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    HELD: tl.constexpr,
+    DIVISOR: tl.constexpr,
+    TOPK: tl.constexpr,
+    CHOICES: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    BETA: tl.constexpr,
+    LINEAR_BETA: tl.constexpr,
+    WEIGH: tl.constexpr,
+    UNIFORM: tl.constexpr,
+    SINGLE: tl.constexpr,
+    HAS_MAP: tl.constexpr,
+    STEP: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """From rotated rows and the route map to the output; arguments as those of the launches of the
+    plain way.
+
+    gate_up, down: [parts, PLACES, COLUMNS] float32.   middle: [routes, 256 HELD].
+    arrivals: [2], zeros.   PAIRS: of the layer, HELD of them here.
+    WEIGH: "input" or "output", what weights multiply.
+    STEP, PRODUCTS: ptx.step and ptx.products for x's type.
+    """
+    thread = tl.arange(0, 1024)
+    copy_labels(labels, thread, layer)
+    # Of several tokens the launch before makes the map; else it is there.
+    if not SINGLE:
+        wait_for_previous(PDL)
+    num_blocks = TOPK
+    if not SINGLE:
+        num_blocks = tl.load(counts)
+    tiles: tl.constexpr = (HIDDEN + COLUMNS - 1) // COLUMNS
+    total = num_blocks * HELD * (HIDDEN // 64)
+    position, end = _share(total)
+    expert, route, words, there, n1, n2, n3 = first_step(
+        slab, ids, expert_map, block_experts, block_routes, position, end, total, num_ids,
+        num_experts, HIDDEN, BUNDLE, SLOT_STRIDE, HELD, HIDDEN // 64, False, UNIFORM, SINGLE,
+        HAS_MAP,
+    )  # fmt: skip
+    if SINGLE:
+        wait_for_previous(PDL)
+    tl.inline_asm_elementwise(_COPIED, "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1)
+    tl.debug_barrier()
+    products(
+        x, slab, labels, codes, ids, expert_map, block_experts, block_routes, gate_up, layer,
+        first_pair, matrix_rows, num_ids, num_experts, position, end, total, expert, route, words,
+        there, n1, n2, n3, HIDDEN, BUNDLE, SLOT_STRIDE, PAIRS, HELD, HIDDEN // 64, DIVISOR, False,
+        UNIFORM, SINGLE, HAS_MAP, STEP, PRODUCTS,
+    )  # fmt: skip
+    total = num_blocks * tiles * (4 * HELD)
+    position, end = _share(total)
+    expert, route, words, there, n1, n2, n3 = first_step(
+        slab, ids, expert_map, block_experts, block_routes, position, end, total, num_ids,
+        num_experts, HIDDEN, BUNDLE, SLOT_STRIDE, tiles, 4 * HELD, True, UNIFORM, SINGLE, HAS_MAP,
+    )  # fmt: skip
+    meet(arrivals)
+    make_middle(
+        gate_up, slab, activations, weights, ids, expert_map, block_experts, block_routes, middle,
+        position, end, num_blocks, num_ids, num_experts, HIDDEN, BUNDLE, SLOT_STRIDE, HELD, tiles,
+        BETA, LINEAR_BETA, WEIGH == "input", SINGLE, HAS_MAP,
+    )  # fmt: skip
+    products(
+        middle, slab, labels, codes, ids, expert_map, block_experts, block_routes, down, layer,
+        first_pair, 0, num_ids, num_experts, position, end, total, expert, route, words, there,
+        n1, n2, n3, HIDDEN, BUNDLE, SLOT_STRIDE, PAIRS, tiles, 4 * HELD, 1, True, UNIFORM, SINGLE,
+        HAS_MAP, STEP, PRODUCTS,
+    )  # fmt: skip
+    meet(arrivals + 1)
+    make_output(
+        down, scales, weights, ids, expert_map, block_experts, route_places, out, num_tokens,
+        num_blocks, num_ids, num_experts, HIDDEN, SCALE_ROWS, tiles, 4 * HELD, TOPK, CHOICES,
+        WEIGH == "output", SINGLE, HAS_MAP,
+    )  # fmt: skip
