@@ -1,4 +1,4 @@
-"""moe_decode: the routed experts for a few tokens on the stored bytes, in two launches or five."""
+"""moe_decode: the routed experts for a few tokens, in one to five launches on the stored bytes."""
 
 import functools
 from contextlib import nullcontext
@@ -9,7 +9,7 @@ from qsrt_runtime.arguments import check_arguments
 from qsrt_runtime.ops.activate import activate
 from qsrt_runtime.ops.combine import combine
 from qsrt_runtime.ops.expert_gemm import expert_gemm
-from qsrt_runtime.ops.fused import MAX_TOPK, fused
+from qsrt_runtime.ops.fused import MAX_TOPK, fused, makes_rows
 from qsrt_runtime.ops.kernel import INTERPRETED
 from qsrt_runtime.ops.prepare import prepare
 from qsrt_runtime.weights import LayerWeights
@@ -69,8 +69,9 @@ def _launch(
     tokens, topk = topk_ids.shape
     is_fused, pdl = ways(x.device)
     if is_fused and topk <= MAX_TOPK:
-        prepare(x, layer, topk_ids, expert_map, workspace, pdl)
-        fused(layer, topk_ids, expert_map, topk_weights, weight_on_input, workspace, out, pdl)
+        if not makes_rows(layer, tokens):
+            prepare(x, layer, topk_ids, expert_map, workspace, pdl)
+        fused(x, layer, topk_ids, expert_map, topk_weights, weight_on_input, workspace, out, pdl)
         return
     before, after = (topk_weights, None) if weight_on_input else (None, topk_weights)
     routed = (layer, topk_ids, expert_map)

@@ -20,7 +20,7 @@ class Workspace:
     partial: [2, parts, PLACES, COLUMNS] float32, sums of what one program made of one tile; the
     fused way has gate and up in the first half and down in the second, the plain way uses one.
     counts: [2] int32, blocks of routes, and ids that name no expert and are not -1.
-    arrivals: [2] int32, programs that have come to where all meet.
+    arrivals: [2] int32, programs that have come to where all meet; the first is 0 between calls.
     block_experts: [blocks], block_routes: [blocks, PLACES], -1 where empty; route_places: [R],
     block PLACES + place of each route, -1 for none; scratch: of prepare; int32.
     programs: of the products, one for each multiprocessor.
@@ -75,7 +75,7 @@ def make_workspace(
         middle=torch.empty(routes, geometry.intermediate, dtype=dtype, device=device),
         partial=torch.empty(2, programs + tiles, PLACES, COLUMNS, device=device),
         counts=integers(2),
-        arrivals=integers(2),
+        arrivals=torch.zeros(2, dtype=torch.int32, device=device),
         block_experts=integers(most),
         block_routes=integers(most, PLACES),
         route_places=integers(routes),

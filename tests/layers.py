@@ -83,6 +83,7 @@ def poisoned(layer, topk, dtype, tokens=16, programs=None):
                 (value.numel() + GUARD,), bad, dtype=value.dtype, device=value.device
             )
             guarded[name] = whole[: value.numel()].view(value.shape)
+    guarded["arrivals"].zero_()
     return replace(workspace, **guarded)
 
 

@@ -1,4 +1,4 @@
-"""All that follows prepare in one launch, on GPUs whose multiprocessors have 227 KB to share."""
+"""A few tokens in one launch, on GPUs whose multiprocessors have 227 KB to share."""
 
 import functools
 
@@ -16,7 +16,13 @@ SHARED_BYTES = 131072  # of the labels of 3 bits
 ARITHMETIC = 4  # of a lane's 16 pairs; best of 2 to 5 on an H200
 
 
+def makes_rows(layer: LayerWeights, tokens: int) -> bool:
+    """Whether a call needs no prepare: one token, whose rows each program can make for itself."""
+    return tokens == 1 and layer.traits.inputs > 0
+
+
 def fused(
+    x: torch.Tensor,
     layer: LayerWeights,
     topk_ids: torch.Tensor,
     expert_map: torch.Tensor | None,
@@ -26,8 +32,9 @@ def fused(
     out: torch.Tensor,
     pdl: bool,
 ) -> None:
-    """The output from prepare's map and rows: both products, the activation, and the sum.
+    """Both products, the activation, and the sum, to out.
 
+    x: [T, H]; prepare has made rows and map of it unless makes_rows.
     topk_ids, topk_weights: [T, k], k at most MAX_TOPK.   out: [T, H].
     """
     geometry, experts = layer.geometry, layer.geometry.experts
@@ -36,12 +43,13 @@ def fused(
     divisor = 1 if by_route else topk
     is_bfloat16 = out.dtype == torch.bfloat16
     compiled = fused_kernel[(workspace.programs,)](
+        x,
         workspace.rotated,
         layer.atoms.view(torch.int32),
         labels(out.dtype, out.device),
         layer.format_codes,
         layer.activations,
-        layer.shared_scales[2],
+        layer.shared_scales,
         topk_weights,
         topk_ids,
         topk_ids if expert_map is None else expert_map,
@@ -68,7 +76,9 @@ def fused(
         DIVISOR=divisor,
         TOPK=topk,
         CHOICES=1 << (topk - 1).bit_length(),
-        SCALE_ROWS=layer.shared_scales.shape[1] if by_route else 1,
+        SCALE_ROWS=layer.shared_scales.shape[1],
+        INPUTS=layer.traits.inputs if makes_rows(layer, tokens) else 0,
+        BY_ROUTE=by_route,
         BETA=SITU_BETA,
         LINEAR_BETA=SITU_LINEAR_BETA,
         WEIGH="input" if weight_on_input else "output",

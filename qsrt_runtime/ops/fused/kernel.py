@@ -7,10 +7,10 @@ take up; the labels are copied once.
 import triton
 import triton.language as tl
 
-from qsrt_runtime.ops.fused.ends.kernel import make_middle, make_output, meet
+from qsrt_runtime.ops.fused.ends.kernel import make_middle, make_output, make_rows, meet
 from qsrt_runtime.ops.fused.product import ptx
 from qsrt_runtime.ops.fused.product.kernel import copy_labels, first_step, products
-from qsrt_runtime.ops.kernel import COLUMNS, wait_for_previous
+from qsrt_runtime.ops.kernel import COLUMNS, expert_of, wait_for_previous
 
 _COPIED = tl.constexpr(ptx.COPIED)
 
@@ -23,16 +23,28 @@ def _share(total):
     return start, tl.minimum(start + unit, total)
 
 
+@triton.jit
+def _count_invalid(
+    ids, expert_map, counts, num_ids, num_experts, TOPK: tl.constexpr, HAS_MAP: tl.constexpr
+):  # fmt: skip
+    count = 0
+    for route in tl.static_range(0, TOPK):
+        _, wrong = expert_of(ids, expert_map, route, True, num_ids, num_experts, HAS_MAP)
+        count += wrong.to(tl.int32)
+    tl.store(counts + 1, count)
+
+
 @triton.jit(
     do_not_specialize=[
         *("layer", "first_pair", "matrix_rows", "num_tokens", "num_ids", "num_experts"),
     ],
     do_not_specialize_on_alignment=[
-        *("codes", "activations", "scales", "weights", "ids", "expert_map", "out"),
+        *("x", "codes", "activations", "scales", "weights", "ids", "expert_map", "out"),
     ],
 )
 def fused_kernel(
     x,
+    rotated,
     slab,
     labels,
     codes,
@@ -65,6 +77,8 @@ def fused_kernel(
     TOPK: tl.constexpr,
     CHOICES: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    BY_ROUTE: tl.constexpr,
     BETA: tl.constexpr,
     LINEAR_BETA: tl.constexpr,
     WEIGH: tl.constexpr,
@@ -75,19 +89,22 @@ def fused_kernel(
     PRODUCTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """From rotated rows and the route map to the output; arguments as those of the launches of the
-    plain way.
+    """From the hidden states of one token, or from prepare's rows and map, to the output.
 
+    Arguments as those of the launches of the plain way.
     gate_up, down: [parts, PLACES, COLUMNS] float32.   middle: [routes, 256 HELD].
-    arrivals: [2], zeros.   PAIRS: of the layer, HELD of them here.
+    arrivals: [2], the first of them 0 before and after.   PAIRS: of the layer, HELD of them here.
     WEIGH: "input" or "output", what weights multiply.
+    INPUTS: rows that are made here of a single token, 0 where prepare has made them.
     STEP, PRODUCTS: ptx.step and ptx.products for x's type.
     """
     thread = tl.arange(0, 1024)
     copy_labels(labels, thread, layer)
-    # Of several tokens the launch before makes the map; else it is there.
-    if not SINGLE:
-        wait_for_previous(PDL)
+    wait_for_previous(PDL)
+    if tl.program_id(0) == 0:
+        tl.store(arrivals + 1, 0)
+        if INPUTS > 0:
+            _count_invalid(ids, expert_map, counts, num_ids, num_experts, TOPK, HAS_MAP)
     num_blocks = TOPK
     if not SINGLE:
         num_blocks = tl.load(counts)
@@ -99,12 +116,12 @@ def fused_kernel(
         num_experts, HIDDEN, BUNDLE, SLOT_STRIDE, HELD, HIDDEN // 64, False, UNIFORM, SINGLE,
         HAS_MAP,
     )  # fmt: skip
-    if SINGLE:
-        wait_for_previous(PDL)
+    if INPUTS > 0:
+        make_rows(x, scales, rotated, HIDDEN, SCALE_ROWS, INPUTS)
     tl.inline_asm_elementwise(_COPIED, "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1)
     tl.debug_barrier()
     products(
-        x, slab, labels, codes, ids, expert_map, block_experts, block_routes, gate_up, layer,
+        rotated, slab, labels, codes, ids, expert_map, block_experts, block_routes, gate_up, layer,
         first_pair, matrix_rows, num_ids, num_experts, position, end, total, expert, route, words,
         there, n1, n2, n3, HIDDEN, BUNDLE, SLOT_STRIDE, PAIRS, HELD, HIDDEN // 64, DIVISOR, False,
         UNIFORM, SINGLE, HAS_MAP, STEP, PRODUCTS,
@@ -128,8 +145,11 @@ def fused_kernel(
         HAS_MAP, STEP, PRODUCTS,
     )  # fmt: skip
     meet(arrivals + 1)
+    if tl.program_id(0) == 0:
+        tl.store(arrivals, 0)
     make_output(
-        down, scales, weights, ids, expert_map, block_experts, route_places, out, num_tokens,
-        num_blocks, num_ids, num_experts, HIDDEN, SCALE_ROWS, tiles, 4 * HELD, TOPK, CHOICES,
-        WEIGH == "output", SINGLE, HAS_MAP,
+        down, scales + 2 * SCALE_ROWS * HIDDEN, weights, ids, expert_map, block_experts,
+        route_places, out, num_tokens, num_blocks, num_ids, num_experts, HIDDEN,
+        SCALE_ROWS if BY_ROUTE else 1, tiles, 4 * HELD, TOPK, CHOICES, WEIGH == "output",
+        SINGLE, HAS_MAP,
     )  # fmt: skip

@@ -35,7 +35,6 @@ def prepare(
         topk_ids if expert_map is None else expert_map,
         workspace.rotated,
         workspace.counts,
-        workspace.arrivals,
         workspace.block_experts,
         workspace.block_routes,
         workspace.route_places,

@@ -126,7 +126,6 @@ def prepare_kernel(
     expert_map,
     rotated,
     counts,
-    arrivals,
     block_experts,
     block_routes,
     route_places,
@@ -146,16 +145,13 @@ def prepare_kernel(
     HAS_MAP: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program 0 makes the route map and sets arrivals to zero, each other one rotates BLOCKS blocks
-    of a row.
+    """Program 0 makes the route map, each other one rotates BLOCKS blocks of a row.
 
     SINGLE: there is one token, whose routes are their own blocks, and no map is made.
     """
     wait_for_previous(PDL)
     program = tl.program_id(0)
     if program == 0:
-        tl.store(arrivals, 0)
-        tl.store(arrivals + 1, 0)
         _count_invalid(ids, expert_map, counts, num_routes, num_ids, num_experts, ROUTES, HAS_MAP)
         if not SINGLE:
             _map_routes(

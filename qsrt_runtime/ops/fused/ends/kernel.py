@@ -10,20 +10,31 @@ import triton.language as tl
 from qsrt_runtime.ops.fused.ends import ptx
 from qsrt_runtime.ops.kernel import COLUMNS, PLACES, activate, expert_of
 
-_SUMS, _HALVES, _OTHER = tl.constexpr(ptx.SUMS), tl.constexpr(ptx.HALVES), tl.constexpr(ptx.OTHER)
-_PUT, _GET, _MEET = tl.constexpr(ptx.PUT), tl.constexpr(ptx.GET), tl.constexpr(ptx.MEET)
-_FOUR = tl.constexpr("=f,=f,=f,=f,l,r")
+_GATE_UP, _GATE_UP_WORDS = tl.constexpr(ptx.sums(2)), tl.constexpr(ptx.sums_operands(2))
+_DOWN, _DOWN_WORDS = tl.constexpr(ptx.sums(1)), tl.constexpr(ptx.sums_operands(1))
+_PARTS = tl.constexpr(ptx.PARTS)
+_ROTATE, _ROTATE_WORDS = tl.constexpr(ptx.rotate()), tl.constexpr(ptx.ROTATE_OPERANDS)
+_HALVES, _FLOATS = tl.constexpr(ptx.HALVES), tl.constexpr(ptx.FLOATS)
+_THREAD, _MEET = tl.constexpr(ptx.THREAD), tl.constexpr(ptx.MEET)
+_PUT, _GET = tl.constexpr(ptx.PUT), tl.constexpr(ptx.GET)
+_NORM = tl.constexpr(0.08838834764831845)  # 1 / sqrt(128)
+
+
+@triton.jit
+def _thread():
+    return tl.inline_asm_elementwise(
+        _THREAD, "=r,r", [tl.arange(0, 1024)], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
 def meet(arrivals):
     """Wait until all programs are here; what any of them wrote before can be read after."""
-    thread = tl.arange(0, 1024)
     tl.debug_barrier()
     tl.inline_asm_elementwise(
         _MEET,
         "=r,l,r,r",
-        [arrivals, thread, tl.num_programs(0)],
+        [arrivals, _thread(), tl.num_programs(0)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -32,11 +43,23 @@ def meet(arrivals):
 
 
 @triton.jit
-def _four(pointer, there, PTX: tl.constexpr):
+def _halves(pointer, there):
     return tl.inline_asm_elementwise(
-        PTX,
-        _FOUR,
-        [pointer, there.to(tl.int32)],
+        _HALVES,
+        "=r,=r,l,r",
+        [pointer, there],
+        dtype=(tl.int32, tl.int32),
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _floats(low, high):
+    return tl.inline_asm_elementwise(
+        _FLOATS,
+        "=f,=f,=f,=f,r,r",
+        [low, high],
         dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
         is_pure=False,
         pack=1,
@@ -44,60 +67,70 @@ def _four(pointer, there, PTX: tl.constexpr):
 
 
 @triton.jit
-def _other(value, lane, BIT: tl.constexpr):
-    """Sum and difference with the lane that differs in a bit, each where it belongs."""
-    other = tl.inline_asm_elementwise(
-        _OTHER, "=f,f,r", [value, lane * 0 + BIT], dtype=tl.float32, is_pure=False, pack=1
+def _rotate(a, b, c, d, lane, there):
+    """A warp's 128 channels times the Hadamard matrix, not normalized."""
+    return tl.inline_asm_elementwise(
+        _ROTATE,
+        _ROTATE_WORDS,
+        [a, b, c, d, lane, there],
+        dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+        is_pure=False,
+        pack=1,
     )
-    return other + tl.where(lane & BIT == 0, value, -value)
 
 
 @triton.jit
-def _rotate(a, b, c, d, lane):
-    """A warp's 128 channels times the normalized Hadamard matrix."""
-    a, b, c, d = a + b, a - b, c + d, c - d
-    a, b, c, d = a + c, b + d, a - c, b - d
-    for bit in tl.static_range(0, 5):
-        a = _other(a, lane, 1 << bit)
-        b = _other(b, lane, 1 << bit)
-        c = _other(c, lane, 1 << bit)
-        d = _other(d, lane, 1 << bit)
-    scale: tl.constexpr = 0.08838834764831845  # 1 / sqrt(128)
-    return a * scale, b * scale, c * scale, d * scale
-
-
-@triton.jit
-def _sums(
-    partial, tile, place, column, there, num_tiles, STEPS: tl.constexpr, COPIES: tl.constexpr
-):
-    """A lane's four channels of a tile at a place, of COPIES matrices 256 columns apart.
-
-    The parts of first_and_last_program, added in their order; num_tiles: of all blocks.
+def _parts(partial, tile, place, column, there, num_tiles, STEPS: tl.constexpr):
+    """Where a tile's first part is, how many there are (first_and_last_program), none unless
+    there; and how many a tile has at most. num_tiles: of all blocks.
     """
     unit = tl.maximum(tl.cdiv(num_tiles * STEPS, tl.num_programs(0)), 1)
-    first, last = tile * STEPS // unit, (tile * STEPS + STEPS - 1) // unit
-    most = (STEPS + unit - 2) // unit + 1
-    a, b, c, d = column * 0.0, column * 0.0, column * 0.0, column * 0.0
-    e, f, g, h = column * 0.0, column * 0.0, column * 0.0, column * 0.0
-    number = 0
-    while number < most:
-        for more in tl.static_range(0, 4):
-            program = first + number + more
-            part = ((program + tile) * PLACES + place).to(tl.int64) * COLUMNS + column
-            held = there & (program <= last)
-            a1, b1, c1, d1 = _four(partial + part, held, _SUMS)
-            a += a1
-            b += b1
-            c += c1
-            d += d1
-            if COPIES == 2:
-                a1, b1, c1, d1 = _four(partial + part + 256, held, _SUMS)
-                e += a1
-                f += b1
-                g += c1
-                h += d1
-        number += 4
-    return a, b, c, d, e, f, g, h
+    first = tile * STEPS // unit
+    count = tl.where(there, (tile * STEPS + STEPS - 1) // unit - first + 1, 0)
+    source = partial + ((first + tile) * PLACES + place).to(tl.int64) * COLUMNS + column
+    return source, count, (STEPS + unit - 2) // unit + 1
+
+
+@triton.jit
+def make_rows(
+    x, scales, out, HIDDEN: tl.constexpr, SCALE_ROWS: tl.constexpr, INPUTS: tl.constexpr
+):  # fmt: skip
+    """A token rotated by the scales of gate and, where INPUTS is 2, of up; see prepare_kernel.
+
+    Every program makes the whole of it for itself.
+    """
+    thread = _thread()
+    warp, lane = thread >> 5, thread & 31
+    for matrix in tl.static_range(0, INPUTS):
+        for start in tl.static_range(0, HIDDEN // 128, 32):
+            there = start + warp < HIDDEN // 128
+            channel = (start + warp) * 128 + lane * 4
+            suh = scales + matrix * SCALE_ROWS * HIDDEN + channel
+            a = _scaled(x + channel, suh, there)
+            b = _scaled(x + channel + 1, suh + 1, there)
+            c = _scaled(x + channel + 2, suh + 2, there)
+            d = _scaled(x + channel + 3, suh + 3, there)
+            a, b, c, d = _rotate(a, b, c, d, lane, there.to(tl.int32))
+            target = out + matrix * HIDDEN + (start + warp) * 128 + (lane >> 2) * 16
+            _store(target, a, b, c, d, lane, there)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _scaled(x, suh, there):
+    value = tl.load(x, mask=there, other=0).to(tl.float32)
+    return value * tl.load(suh, mask=there, other=0).to(tl.float32) * _NORM
+
+
+@triton.jit
+def _store(target, a, b, c, d, lane, there):
+    """A lane's four channels to their places in their tile's fragment order."""
+    target += 8 * (lane & 1) + (lane & 2)
+    kind = target.dtype.element_ty
+    tl.store(target, a.to(kind), mask=there)
+    tl.store(target + 1, b.to(kind), mask=there)
+    tl.store(target + 4, c.to(kind), mask=there)
+    tl.store(target + 5, d.to(kind), mask=there)
 
 
 @triton.jit
@@ -113,7 +146,7 @@ def make_middle(
     Programs whose steps share rows make them each for itself, which is quicker than waiting.
     PAIRS: held.   TILES: of down, of a block.
     """
-    thread = tl.arange(0, 1024)
+    thread = _thread()
     warp, lane = thread >> 5, thread & 31
     steps: tl.constexpr = 4 * PAIRS
     block = position // (TILES * steps)
@@ -139,39 +172,70 @@ def make_middle(
             item = done + warp
             there = item < pairs * rows * 2
             side, number = item & 1, item >> 1
-            place, number = number % rows, number // rows
+            place = number * 0
+            if not SINGLE:
+                place, number = number % rows, number // rows
             pair = (start // 4 + number) % PAIRS
             route = block + place
             if not SINGLE:
                 route = tl.load(block_routes + block * PLACES + place, mask=there, other=0)
+            active = there.to(tl.int32)
             local = bundle + (pair * 8 + (lane >> 2)).to(tl.int64) * SLOT_STRIDE
             local += side * 32 + (lane & 3) * 8
-            s0, s1, s2, s3 = _four(local, there, _HALVES)
-            t0, t1, t2, t3 = _four(local + 64, there, _HALVES)
-            u0, u1, u2, u3 = _four(local + 128, there, _HALVES)
-            g0, g1, g2, g3, h0, h1, h2, h3 = _sums(
+            gate_scales, gate_more = _halves(local, active)
+            up_scales, up_more = _halves(local + 64, active)
+            down_scales, down_more = _halves(local + 128, active)
+            source, parts, most = _parts(
                 partial, block * PAIRS + pair, place, side * 128 + lane * 4, there,
-                num_blocks * PAIRS, HIDDEN // 64, 2,
+                num_blocks * PAIRS, HIDDEN // 64,
             )  # fmt: skip
-            g0, g1, g2, g3 = _rotate(g0, g1, g2, g3, lane)
-            h0, h1, h2, h3 = _rotate(h0, h1, h2, h3, lane)
+            g0, g1, g2, g3 = lane * 0.0, lane * 0.0, lane * 0.0, lane * 0.0
+            h0, h1, h2, h3 = g0, g0, g0, g0
+            number = 0
+            while number < most:
+                g0, g1, g2, g3, h0, h1, h2, h3 = tl.inline_asm_elementwise(
+                    _GATE_UP,
+                    _GATE_UP_WORDS,
+                    [source.to(tl.int64), parts - number, g0, g1, g2, g3, h0, h1, h2, h3],
+                    dtype=(
+                        tl.float32,
+                        tl.float32,
+                        tl.float32,
+                        tl.float32,
+                        tl.float32,
+                        tl.float32,
+                        tl.float32,
+                        tl.float32,
+                    ),
+                    is_pure=False,
+                    pack=1,
+                )
+                source += _PARTS * PLACES * COLUMNS
+                number += _PARTS
+            g0, g1, g2, g3 = _rotate(g0, g1, g2, g3, lane, active)
+            h0, h1, h2, h3 = _rotate(h0, h1, h2, h3, lane, active)
+            weight = _NORM
             if WEIGH:
-                weight = tl.load(weights + route, mask=there, other=0).to(tl.float32)
-                s0, s1, s2, s3 = s0 * weight, s1 * weight, s2 * weight, s3 * weight
-                t0, t1, t2, t3 = t0 * weight, t1 * weight, t2 * weight, t3 * weight
-            g0 = activate(g0 * s0, h0 * t0, is_situ, BETA, LINEAR_BETA) * u0
-            g1 = activate(g1 * s1, h1 * t1, is_situ, BETA, LINEAR_BETA) * u1
-            g2 = activate(g2 * s2, h2 * t2, is_situ, BETA, LINEAR_BETA) * u2
-            g3 = activate(g3 * s3, h3 * t3, is_situ, BETA, LINEAR_BETA) * u3
-            g0, g1, g2, g3 = _rotate(g0, g1, g2, g3, lane)
-            # The four channels in fragment order, of the slot's 32.
+                weight *= tl.load(weights + route, mask=there, other=0).to(tl.float32)
+            s0, s1, s2, s3 = _floats(gate_scales, gate_more)
+            g0, g1, g2, g3 = g0 * s0 * weight, g1 * s1 * weight, g2 * s2 * weight, g3 * s3 * weight
+            t0, t1, t2, t3 = _floats(up_scales, up_more)
+            h0, h1, h2, h3 = h0 * t0 * weight, h1 * t1 * weight, h2 * t2 * weight, h3 * t3 * weight
+            if is_situ:
+                g0 = activate(g0, h0, True, BETA, LINEAR_BETA)
+                g1 = activate(g1, h1, True, BETA, LINEAR_BETA)
+                g2 = activate(g2, h2, True, BETA, LINEAR_BETA)
+                g3 = activate(g3, h3, True, BETA, LINEAR_BETA)
+            else:
+                g0 = activate(g0, h0, False, BETA, LINEAR_BETA)
+                g1 = activate(g1, h1, False, BETA, LINEAR_BETA)
+                g2 = activate(g2, h2, False, BETA, LINEAR_BETA)
+                g3 = activate(g3, h3, False, BETA, LINEAR_BETA)
+            u0, u1, u2, u3 = _floats(down_scales, down_more)
+            g0, g1, g2, g3 = g0 * u0 * _NORM, g1 * u1 * _NORM, g2 * u2 * _NORM, g3 * u3 * _NORM
+            g0, g1, g2, g3 = _rotate(g0, g1, g2, g3, lane, active)
             target = middle + route.to(tl.int64) * (256 * PAIRS) + pair * 256 + (lane >> 2) * 32
-            target += side * 16 + 8 * (lane & 1) + (lane & 2)
-            kind = middle.dtype.element_ty
-            tl.store(target, g0.to(kind), mask=there)
-            tl.store(target + 1, g1.to(kind), mask=there)
-            tl.store(target + 4, g2.to(kind), mask=there)
-            tl.store(target + 5, g3.to(kind), mask=there)
+            _store(target + side * 16, g0, g1, g2, g3, lane, there)
             done += 32
         block += 1
     tl.debug_barrier()
@@ -190,7 +254,7 @@ def make_output(
     128 channels of a route to a warp; those of a token meet in shared memory, where nobody needs
     the labels any more.   CHOICES: TOPK rounded up to a power of two, at most 32.
     """
-    thread = tl.arange(0, 1024)
+    thread = _thread()
     warp, lane = thread >> 5, thread & 31
     at_once: tl.constexpr = 32 // CHOICES if CHOICES > 4 else 8
     groups: tl.constexpr = HIDDEN // 128
@@ -210,21 +274,39 @@ def make_output(
             there &= at >= 0
             block, place = tl.maximum(at, 0) // PLACES, tl.maximum(at, 0) % PLACES
             expert = tl.load(block_experts + block, mask=there, other=0)
-        a, b, c, d, _, _, _, _ = _sums(
+        source, parts, most = _parts(
             partial, block * TILES + group // 4, place, group % 4 * 128 + lane * 4, there,
-            num_blocks * TILES, STEPS, 1,
+            num_blocks * TILES, STEPS,
         )  # fmt: skip
-        a, b, c, d = _rotate(a, b, c, d, lane)
         svh = scales + group * 128 + lane * 4
         if SCALE_ROWS > 1:
             svh += tl.maximum(expert, 0).to(tl.int64) * HIDDEN
+        s0 = tl.load(svh, mask=there, other=0).to(tl.float32)
+        s1 = tl.load(svh + 1, mask=there, other=0).to(tl.float32)
+        s2 = tl.load(svh + 2, mask=there, other=0).to(tl.float32)
+        s3 = tl.load(svh + 3, mask=there, other=0).to(tl.float32)
         weight = tl.where(there, 1.0, 0.0)
         if WEIGH:
             weight = tl.load(weights + route, mask=there, other=0).to(tl.float32)
-        a *= weight * tl.load(svh, mask=there, other=0).to(tl.float32)
-        b *= weight * tl.load(svh + 1, mask=there, other=0).to(tl.float32)
-        c *= weight * tl.load(svh + 2, mask=there, other=0).to(tl.float32)
-        d *= weight * tl.load(svh + 3, mask=there, other=0).to(tl.float32)
+        weight *= _NORM
+        a, b, c, d = lane * 0.0, lane * 0.0, lane * 0.0, lane * 0.0
+        done = 0
+        while done < most:
+            a, b, c, d = tl.inline_asm_elementwise(
+                _DOWN,
+                _DOWN_WORDS,
+                [source.to(tl.int64), parts - done, a, b, c, d],
+                dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+                is_pure=False,
+                pack=1,
+            )
+            source += _PARTS * PLACES * COLUMNS
+            done += _PARTS
+        a, b, c, d = _rotate(a, b, c, d, lane, there.to(tl.int32))
+        a = tl.where(there, a * weight * s0, 0)
+        b = tl.where(there, b * weight * s1, 0)
+        c = tl.where(there, c * weight * s2, 0)
+        d = tl.where(there, d * weight * s3, 0)
         tl.inline_asm_elementwise(
             _PUT, "=r,r,f,f,f,f", [thread * 16, a, b, c, d], dtype=tl.int32, is_pure=False, pack=1
         )

@@ -1,24 +1,68 @@
-"""PTX of what stands around the products."""
+"""PTX of what stands around the products. A warp that has nothing to do jumps over each of them."""
 
 from qsrt_runtime.ops.fused.product.ptx import LABELS
+from qsrt_runtime.workspace import COLUMNS, PLACES
 
-# Four floats from [$4], or zeros where $5 is 0.
-SUMS = (
-    "{ .reg .pred there; setp.ne.b32 there,$5,0; mov.f32 $0,0f00000000; mov.f32 $1,0f00000000; "
-    "mov.f32 $2,0f00000000; mov.f32 $3,0f00000000; "
-    "@there ld.global.v4.f32 {$0,$1,$2,$3},[$4]; }"
-)
-# Four float16 from [$4] as floats, or zeros where $5 is 0.
-HALVES = (
-    "{ .reg .pred there; .reg .b32 a,b; .reg .b16 h<4>; setp.ne.b32 there,$5,0; mov.b32 a,0; "
-    "mov.b32 b,0; @there ld.global.v2.b32 {a,b},[$4]; mov.b32 {h0,h1},a; mov.b32 {h2,h3},b; "
+PARTS = 3  # that SUMS adds at once
+_PART = 4 * PLACES * COLUMNS  # bytes
+
+
+def sums(matrices: int) -> str:
+    """Four floats of each matrix, 256 floats apart, and of up to PARTS parts, added to others.
+
+    Out: $0.. (4 matrices).   In: a pointer, how many parts there are, and what is added to.
+    """
+    count = 4 * matrices
+    values = [f"v{i}" for i in range(count * PARTS)]
+    body = [f"{{ .reg .pred p; .reg .f32 {','.join(values)};"]
+    body += [f"mov.f32 ${i},${count + 2 + i};" for i in range(count)]
+    for part in range(PARTS):
+        body.append(f"setp.le.s32 p,${count + 1},{part}; @p bra done{part};")
+        for matrix in range(matrices):
+            four = ",".join(values[count * part + 4 * matrix :][:4])
+            body.append(f"ld.global.v4.f32 {{{four}}},[${count}+{part * _PART + 1024 * matrix}];")
+    for part in reversed(range(PARTS)):
+        body += [f"add.f32 ${i},${i},{values[count * part + i]};" for i in range(count)]
+        body.append(f"done{part}:")
+    return "\n".join([*body, "}"])
+
+
+def sums_operands(matrices: int) -> str:
+    """Constraints of sums."""
+    floats = 4 * matrices
+    return ",".join(["=&f"] * floats + ["l", "r"] + ["f"] * floats)
+
+
+def rotate() -> str:
+    """A warp's 128 floats, four a lane, times the Hadamard matrix of 128, not normalized.
+
+    Out: $0..$3.   In: $4..$7, the lane, and 0 where there is nothing to do.
+    """
+    body = ["{ .reg .pred p; .reg .b32 bit; .reg .f32 sign,other,a,b,c,d;"]
+    body.append("setp.eq.s32 p,$9,0; @p bra done;")
+    body.append("add.f32 a,$4,$5; sub.f32 b,$4,$5; add.f32 c,$6,$7; sub.f32 d,$6,$7;")
+    body.append("add.f32 $0,a,c; add.f32 $1,b,d; sub.f32 $2,a,c; sub.f32 $3,b,d;")
+    for bit in (1, 2, 4, 8, 16):
+        body.append(f"and.b32 bit,$8,{bit}; setp.eq.b32 p,bit,0;")
+        body.append("selp.f32 sign,0f3F800000,0fBF800000,p;")
+        for i in range(4):
+            body.append(f"shfl.sync.bfly.b32 other,${i},{bit},31,0xffffffff;")
+            body.append(f"fma.rn.f32 ${i},${i},sign,other;")
+    return "\n".join([*body, "done: }"])
+
+
+ROTATE_OPERANDS = "=&f,=&f,=&f,=&f,f,f,f,f,r,r"
+# Four float16 from [$2], anything where $3 is 0; and as floats.
+HALVES = "{ .reg .pred p; setp.eq.s32 p,$3,0; @p bra done; ld.global.v2.b32 {$0,$1},[$2]; done: }"
+FLOATS = (
+    "{ .reg .b16 h<4>; mov.b32 {h0,h1},$4; mov.b32 {h2,h3},$5; "
     "cvt.f32.f16 $0,h0; cvt.f32.f16 $1,h1; cvt.f32.f16 $2,h2; cvt.f32.f16 $3,h3; }"
 )
-# Of all lanes: the value of the lane whose number differs in the bits of $2.
-OTHER = "shfl.sync.bfly.b32 $0,$1,$2,31,0xffffffff;"
 # Four floats to the labels' memory, $1 bytes on; and one from there.
 PUT = f"{{ st.shared.v4.f32 [$1+{LABELS}],{{$2,$3,$4,$5}}; mov.u32 $0,0; }}"
 GET = f"ld.shared.f32 $0,[$1+{LABELS}];"
+# The thread's number, anew each time it is asked for, so that what is made of it is not kept.
+THREAD = "mov.u32 $0,%tid.x;"
 # Thread 0 of each of $3 programs arrives at [$1] and waits for the others.
 MEET = (
     "{ .reg .pred p; .reg .b32 arrived; setp.ne.b32 p,$2,0; @p bra met; fence.acq_rel.gpu; "
