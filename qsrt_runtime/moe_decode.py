@@ -9,7 +9,8 @@ from qsrt_runtime.arguments import check_arguments
 from qsrt_runtime.ops.activate import activate
 from qsrt_runtime.ops.combine import combine
 from qsrt_runtime.ops.expert_gemm import expert_gemm
-from qsrt_runtime.ops.fused import MAX_TOPK, fused, makes_rows
+from qsrt_runtime.ops.fused import fused, is_small, makes_rows
+from qsrt_runtime.ops.fused.product import product
 from qsrt_runtime.ops.kernel import INTERPRETED
 from qsrt_runtime.ops.prepare import prepare
 from qsrt_runtime.weights import LayerWeights
@@ -67,8 +68,8 @@ def _launch(
     weight_on_input: bool,
 ) -> None:
     tokens, topk = topk_ids.shape
-    is_fused, pdl = ways(x.device)
-    if is_fused and topk <= MAX_TOPK:
+    by_warps, pdl = ways(x.device)
+    if by_warps and is_small(layer, topk_ids):
         if not makes_rows(layer, tokens):
             prepare(x, layer, topk_ids, expert_map, workspace, pdl)
         fused(x, layer, topk_ids, expert_map, topk_weights, weight_on_input, workspace, out, pdl)
@@ -78,10 +79,11 @@ def _launch(
     by_route = layer.traits.inputs == 0
     divisor = 1 if by_route else topk
     up = 0 if layer.traits.inputs == 1 else tokens * topk // divisor  # rows from gate's to up's
+    gemm = product if by_warps else expert_gemm
     prepare(x, *routed, workspace, pdl)
-    expert_gemm(workspace.rotated, *routed, workspace, divisor, up, down=False, pdl=pdl)
+    gemm(workspace.rotated, *routed, workspace, divisor, up, down=False, pdl=pdl)
     activate(*routed, before, workspace, pdl)
-    expert_gemm(workspace.middle, *routed, workspace, 1, 0, down=True, pdl=pdl)
+    gemm(workspace.middle, *routed, workspace, 1, 0, down=True, pdl=pdl)
     combine(*routed, after, workspace, out, pdl)
 
 
@@ -127,11 +129,11 @@ def moe_forward_kernels(
 
 @functools.cache
 def ways(device: torch.device) -> tuple[bool, bool]:
-    """Which way runs on a device: whether the fused one, and dependent launches.
+    """Which way runs on a device: whether the products go by warps, and dependent launches.
 
-    On sm_90 both products are one launch, with inline PTX and labels in 128 KiB of shared memory;
-    plain Triton runs on every other GPU, under the interpreter, and for more than MAX_TOPK routes
-    of a token. Dependent launches from sm_90 on.
+    By warps on sm_90, with inline PTX and labels in 128 KiB of shared memory, and all in one launch
+    where fused.is_small; plain Triton on every other GPU, and under the interpreter. Dependent
+    launches from sm_90 on.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return False, False

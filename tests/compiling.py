@@ -18,8 +18,9 @@ from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.ops.activate.kernel import activate_kernel
 from qsrt_runtime.ops.combine.kernel import combine_kernel
 from qsrt_runtime.ops.expert_gemm.kernel import plain_kernel
-from qsrt_runtime.ops.expert_gemm.warps import ptx
-from qsrt_runtime.ops.expert_gemm.warps.kernel import warps_kernel
+from qsrt_runtime.ops.fused.kernel import fused_kernel
+from qsrt_runtime.ops.fused.product import ptx
+from qsrt_runtime.ops.fused.product.kernel import product_kernel
 from qsrt_runtime.ops.prepare.kernel import prepare_kernel
 
 GEOMETRY = Geometry(1024, 512, 64)
@@ -32,7 +33,7 @@ TYPES = {
 }
 INTEGERS = (
     *("num_rows", "num_routes", "num_ids", "num_experts"),
-    *("programs", "layer", "first_pair", "matrix_rows"),
+    *("programs", "num_tokens", "layer", "first_pair", "matrix_rows"),
 )
 COMMON = {
     "HIDDEN": 1024,
@@ -63,10 +64,20 @@ KERNELS = {
         4,
     ),
     "plain": (plain_kernel, {**GEMM, "UNIFORM": False, "WIDTH": 128}, {"out": "*fp32"}, 8),
-    "warps": (
-        warps_kernel,
+    "product": (
+        product_kernel,
         {**GEMM, "UNIFORM": True, "STEP": ptx.step(4, True), "PRODUCTS": ptx.products(True)},
         {"out": "*fp32"},
+        32,
+    ),
+    "fused": (
+        fused_kernel,
+        {
+            **{"HELD": 2, "DIVISOR": 16, "CHOICES": 16, "INPUTS": 0, "UNIFORM": True},
+            **{"BETA": 4.0, "LINEAR_BETA": 25.0, "WEIGH": "output"},
+            **{"STEP": ptx.step(4, True), "PRODUCTS": ptx.products(True)},
+        },
+        {"out": "*bf16", "middle": "*bf16", "gate_up": "*fp32", "down": "*fp32"},
         32,
     ),
 }
@@ -104,5 +115,5 @@ def compiled(name: str, capability: int) -> dict[str, object]:
 
 if __name__ == "__main__":
     for name in KERNELS:
-        for capability in (90,) if name == "warps" else (80, 90):
+        for capability in (90,) if name in ("product", "fused") else (80, 90):
             sys.stdout.write(json.dumps(compiled(name, capability)) + "\n")

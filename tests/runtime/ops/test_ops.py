@@ -7,6 +7,7 @@ import torch
 from layers import BOUND, DEVICES, error, inputs, place, poisoned, random_layer
 
 from qsrt_runtime.format.geometry import Geometry
+from qsrt_runtime.moe_decode import ways
 from qsrt_runtime.ops.activate import activate
 from qsrt_runtime.ops.activate.reference import activate_reference
 from qsrt_runtime.ops.combine import combine
@@ -17,6 +18,7 @@ from qsrt_runtime.ops.expert_gemm.reference import (
     gate_up_reference,
     in_slot_order,
 )
+from qsrt_runtime.ops.fused.product import product
 from qsrt_runtime.ops.prepare import prepare
 from qsrt_runtime.ops.prepare.reference import map_routes_reference, rotate_rows_reference
 from qsrt_runtime.workspace import COLUMNS, PLACES
@@ -85,7 +87,10 @@ def test_rotated_rows(name, dtype, sides):
 
 @pytest.mark.parametrize(("name", "dtype"), DEVICES)
 @pytest.mark.parametrize("tokens", [1, 5])
-def test_products(name, dtype, tokens):
+@pytest.mark.parametrize("gemm", [expert_gemm, product])
+def test_products(name, dtype, tokens, gemm):
+    if gemm is product and not ways(place(name))[0]:
+        pytest.skip("products go by warps on sm_90")
     layer, x, ids, _, experts, workspace = case(name, dtype, "one", tokens)
     prepare(x, layer, ids, None, workspace, False)
     blocks, _, places = map_routes_reference(experts)
@@ -96,7 +101,7 @@ def test_products(name, dtype, tokens):
             middle = torch.randn(source.shape, device=x.device).to(dtype)
             source.copy_(in_fragment_order(middle))
             rows = middle.float()
-        expert_gemm(source, layer, ids, None, workspace, divisor, 0, down=down, pdl=False)
+        gemm(source, layer, ids, None, workspace, divisor, 0, down=down, pdl=False)
         tiles, steps = (1, 8) if down else (2, 4)
         found = summed(workspace, places, len(blocks), tiles, steps)
         for route, expert in enumerate(experts):

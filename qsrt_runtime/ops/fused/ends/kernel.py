@@ -12,11 +12,11 @@ from qsrt_runtime.ops.kernel import COLUMNS, PLACES, activate, expert_of
 
 _GATE_UP, _GATE_UP_WORDS = tl.constexpr(ptx.sums(2)), tl.constexpr(ptx.sums_operands(2))
 _DOWN, _DOWN_WORDS = tl.constexpr(ptx.sums(1)), tl.constexpr(ptx.sums_operands(1))
-_PARTS = tl.constexpr(ptx.PARTS)
+_GATE_UP_PARTS, _DOWN_PARTS = tl.constexpr(ptx.PARTS[2]), tl.constexpr(ptx.PARTS[1])
 _ROTATE, _ROTATE_WORDS = tl.constexpr(ptx.rotate()), tl.constexpr(ptx.ROTATE_OPERANDS)
 _HALVES, _FLOATS = tl.constexpr(ptx.HALVES), tl.constexpr(ptx.FLOATS)
 _THREAD, _MEET = tl.constexpr(ptx.THREAD), tl.constexpr(ptx.MEET)
-_PUT, _GET = tl.constexpr(ptx.PUT), tl.constexpr(ptx.GET)
+_PUT, _GET, _TOUCH = tl.constexpr(ptx.PUT), tl.constexpr(ptx.GET), tl.constexpr(ptx.TOUCH)
 _NORM = tl.constexpr(0.08838834764831845)  # 1 / sqrt(128)
 
 
@@ -34,7 +34,7 @@ def meet(arrivals):
     tl.inline_asm_elementwise(
         _MEET,
         "=r,l,r,r",
-        [arrivals, _thread(), tl.num_programs(0)],
+        [arrivals, tl.arange(0, 1024), tl.num_programs(0)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -99,7 +99,7 @@ def make_rows(
 
     Every program makes the whole of it for itself.
     """
-    thread = _thread()
+    thread = tl.arange(0, 1024)
     warp, lane = thread >> 5, thread & 31
     for matrix in tl.static_range(0, INPUTS):
         for start in tl.static_range(0, HIDDEN // 128, 32):
@@ -134,6 +134,22 @@ def _store(target, a, b, c, d, lane, there):
 
 
 @triton.jit
+def touch_scales(
+    slab, expert, position, end, HIDDEN: tl.constexpr, BUNDLE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Have the scales that make_middle reads first on their way to L2."""
+    thread = tl.arange(0, 1024)
+    slot = position % (4 * PAIRS) // 4 * 8 + (thread >> 1)
+    there = (thread >> 1) < tl.minimum(end - position + 6, 4 * PAIRS) // 4 * 8
+    local = slab.to(tl.pointer_type(tl.uint8)) + expert.to(tl.int64) * BUNDLE + 36 * HIDDEN
+    local += (slot % (8 * PAIRS)).to(tl.int64) * SLOT_STRIDE + (thread & 1) * 128
+    tl.inline_asm_elementwise(
+        _TOUCH, "=r,l,r", [local, there.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def make_middle(
     partial, slab, activations, weights, ids, expert_map, block_experts, block_routes, middle,
     position, end, num_blocks, num_ids, num_experts,
@@ -146,7 +162,7 @@ def make_middle(
     Programs whose steps share rows make them each for itself, which is quicker than waiting.
     PAIRS: held.   TILES: of down, of a block.
     """
-    thread = _thread()
+    thread = tl.arange(0, 1024)
     warp, lane = thread >> 5, thread & 31
     steps: tl.constexpr = 4 * PAIRS
     block = position // (TILES * steps)
@@ -210,8 +226,8 @@ def make_middle(
                     is_pure=False,
                     pack=1,
                 )
-                source += _PARTS * PLACES * COLUMNS
-                number += _PARTS
+                source += _GATE_UP_PARTS * PLACES * COLUMNS
+                number += _GATE_UP_PARTS
             g0, g1, g2, g3 = _rotate(g0, g1, g2, g3, lane, active)
             h0, h1, h2, h3 = _rotate(h0, h1, h2, h3, lane, active)
             weight = _NORM
@@ -254,7 +270,7 @@ def make_output(
     128 channels of a route to a warp; those of a token meet in shared memory, where nobody needs
     the labels any more.   CHOICES: TOPK rounded up to a power of two, at most 32.
     """
-    thread = _thread()
+    thread = tl.arange(0, 1024)
     warp, lane = thread >> 5, thread & 31
     at_once: tl.constexpr = 32 // CHOICES if CHOICES > 4 else 8
     groups: tl.constexpr = HIDDEN // 128
@@ -300,8 +316,8 @@ def make_output(
                 is_pure=False,
                 pack=1,
             )
-            source += _PARTS * PLACES * COLUMNS
-            done += _PARTS
+            source += _DOWN_PARTS * PLACES * COLUMNS
+            done += _DOWN_PARTS
         a, b, c, d = _rotate(a, b, c, d, lane, there.to(tl.int32))
         a = tl.where(there, a * weight * s0, 0)
         b = tl.where(there, b * weight * s1, 0)

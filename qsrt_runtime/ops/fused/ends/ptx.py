@@ -3,25 +3,25 @@
 from qsrt_runtime.ops.fused.product.ptx import LABELS
 from qsrt_runtime.workspace import COLUMNS, PLACES
 
-PARTS = 3  # that SUMS adds at once
+PARTS = {2: 3, 1: 8}  # that sums of so many matrices adds at once, as registers allow
 _PART = 4 * PLACES * COLUMNS  # bytes
 
 
 def sums(matrices: int) -> str:
-    """Four floats of each matrix, 256 floats apart, and of up to PARTS parts, added to others.
+    """Four floats of each matrix, 256 floats apart, of up to PARTS parts, added to others.
 
     Out: $0.. (4 matrices).   In: a pointer, how many parts there are, and what is added to.
     """
-    count = 4 * matrices
-    values = [f"v{i}" for i in range(count * PARTS)]
+    count, parts = 4 * matrices, PARTS[matrices]
+    values = [f"v{i}" for i in range(count * parts)]
     body = [f"{{ .reg .pred p; .reg .f32 {','.join(values)};"]
     body += [f"mov.f32 ${i},${count + 2 + i};" for i in range(count)]
-    for part in range(PARTS):
+    for part in range(parts):
         body.append(f"setp.le.s32 p,${count + 1},{part}; @p bra done{part};")
         for matrix in range(matrices):
             four = ",".join(values[count * part + 4 * matrix :][:4])
             body.append(f"ld.global.v4.f32 {{{four}}},[${count}+{part * _PART + 1024 * matrix}];")
-    for part in reversed(range(PARTS)):
+    for part in reversed(range(parts)):
         body += [f"add.f32 ${i},${i},{values[count * part + i]};" for i in range(count)]
         body.append(f"done{part}:")
     return "\n".join([*body, "}"])
@@ -58,6 +58,8 @@ FLOATS = (
     "{ .reg .b16 h<4>; mov.b32 {h0,h1},$4; mov.b32 {h2,h3},$5; "
     "cvt.f32.f16 $0,h0; cvt.f32.f16 $1,h1; cvt.f32.f16 $2,h2; cvt.f32.f16 $3,h3; }"
 )
+# The line of [$1] to L2, unless $2 is 0.
+TOUCH = "{ .reg .pred p; setp.ne.s32 p,$2,0; @p prefetch.global.L2 [$1]; mov.u32 $0,0; }"
 # Four floats to the labels' memory, $1 bytes on; and one from there.
 PUT = f"{{ st.shared.v4.f32 [$1+{LABELS}],{{$2,$3,$4,$5}}; mov.u32 $0,0; }}"
 GET = f"ld.shared.f32 $0,[$1+{LABELS}];"

@@ -7,7 +7,14 @@ import triton
 import triton.language as tl
 
 from qsrt_runtime.ops.fused.product import ptx
-from qsrt_runtime.ops.kernel import COLUMNS, PLACES, STATES, block_of, low_bits
+from qsrt_runtime.ops.kernel import (
+    COLUMNS,
+    PLACES,
+    STATES,
+    block_of,
+    low_bits,
+    wait_for_previous,
+)
 
 _COPY, _COPIED = tl.constexpr(ptx.COPY), tl.constexpr(ptx.COPIED)
 _ROW, _NEIGHBOUR = tl.constexpr(ptx.ROW), tl.constexpr(ptx.NEIGHBOUR)
@@ -16,8 +23,9 @@ _PRODUCT_WORDS = tl.constexpr(ptx.operands(24))
 
 
 @triton.jit
-def copy_labels(labels, thread, layer):
+def copy_labels(labels, layer):
     """Start copying the 3-bit labels, 128 KiB, to where dynamic shared memory begins."""
+    thread = tl.arange(0, 1024)
     if layer < 0:  # never so: a gather, for which Triton sets that much memory aside
         place = tl.arange(0, 32768)
         words = labels.to(tl.pointer_type(tl.int32))
@@ -29,6 +37,22 @@ def copy_labels(labels, thread, layer):
         tl.inline_asm_elementwise(
             _COPY, "=r,l,r", [source, target], dtype=tl.int32, is_pure=False, pack=1
         )
+
+
+@triton.jit
+def await_labels():
+    """Wait until all threads have copied their labels."""
+    thread = tl.arange(0, 1024)
+    tl.inline_asm_elementwise(_COPIED, "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1)
+    tl.debug_barrier()
+
+
+@triton.jit
+def share(total):
+    """The run of steps that is this program's: first and end."""
+    unit = tl.cdiv(total, tl.num_programs(0))
+    start = tl.program_id(0) * unit
+    return start, tl.minimum(start + unit, total)
 
 
 @triton.jit
@@ -312,3 +336,63 @@ def products(
         route = next_route
         words = next_words
         there = next_there
+
+
+@triton.jit(
+    do_not_specialize=["layer", "first_pair", "matrix_rows", "num_ids", "num_experts"],
+    do_not_specialize_on_alignment=["codes", "ids", "expert_map"],
+)
+def product_kernel(
+    x,
+    slab,
+    labels,
+    codes,
+    ids,
+    expert_map,
+    counts,
+    block_experts,
+    block_routes,
+    out,
+    layer,
+    first_pair,
+    matrix_rows,
+    num_ids,
+    num_experts,
+    HIDDEN: tl.constexpr,
+    BUNDLE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    TILES: tl.constexpr,
+    STEPS: tl.constexpr,
+    DIVISOR: tl.constexpr,
+    TOPK: tl.constexpr,
+    DOWN: tl.constexpr,
+    UNIFORM: tl.constexpr,
+    SINGLE: tl.constexpr,
+    HAS_MAP: tl.constexpr,
+    STEP: tl.constexpr,
+    PRODUCTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """As plain_kernel; one program on each multiprocessor."""
+    copy_labels(labels, layer)
+    # Of gate and up of several tokens the launch before makes the map; else it is there.
+    if not (SINGLE or DOWN):
+        wait_for_previous(PDL)
+    total = TOPK * TILES * STEPS
+    if not SINGLE:
+        total = tl.load(counts) * TILES * STEPS
+    position, end = share(total)
+    expert, route, words, there, n1, n2, n3 = first_step(
+        slab, ids, expert_map, block_experts, block_routes, position, end, total, num_ids,
+        num_experts, HIDDEN, BUNDLE, SLOT_STRIDE, TILES, STEPS, DOWN, UNIFORM, SINGLE, HAS_MAP,
+    )  # fmt: skip
+    if SINGLE or DOWN:
+        wait_for_previous(PDL)
+    await_labels()
+    products(
+        x, slab, labels, codes, ids, expert_map, block_experts, block_routes, out, layer,
+        first_pair, matrix_rows, num_ids, num_experts, position, end, total, expert, route, words,
+        there, n1, n2, n3, HIDDEN, BUNDLE, SLOT_STRIDE, PAIRS, TILES, STEPS, DIVISOR, DOWN,
+        UNIFORM, SINGLE, HAS_MAP, STEP, PRODUCTS,
+    )  # fmt: skip
