@@ -15,16 +15,9 @@ _DOWN, _DOWN_WORDS = tl.constexpr(ptx.sums(1)), tl.constexpr(ptx.sums_operands(1
 _GATE_UP_PARTS, _DOWN_PARTS = tl.constexpr(ptx.PARTS[2]), tl.constexpr(ptx.PARTS[1])
 _ROTATE, _ROTATE_WORDS = tl.constexpr(ptx.rotate()), tl.constexpr(ptx.ROTATE_OPERANDS)
 _HALVES, _FLOATS = tl.constexpr(ptx.HALVES), tl.constexpr(ptx.FLOATS)
-_THREAD, _MEET = tl.constexpr(ptx.THREAD), tl.constexpr(ptx.MEET)
-_PUT, _GET, _TOUCH = tl.constexpr(ptx.PUT), tl.constexpr(ptx.GET), tl.constexpr(ptx.TOUCH)
+_PUT, _GET = tl.constexpr(ptx.PUT), tl.constexpr(ptx.GET)
+_TOUCH, _MEET = tl.constexpr(ptx.TOUCH), tl.constexpr(ptx.MEET)
 _NORM = tl.constexpr(0.08838834764831845)  # 1 / sqrt(128)
-
-
-@triton.jit
-def _thread():
-    return tl.inline_asm_elementwise(
-        _THREAD, "=r,r", [tl.arange(0, 1024)], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit

@@ -63,8 +63,6 @@ TOUCH = "{ .reg .pred p; setp.ne.s32 p,$2,0; @p prefetch.global.L2 [$1]; mov.u32
 # Four floats to the labels' memory, $1 bytes on; and one from there.
 PUT = f"{{ st.shared.v4.f32 [$1+{LABELS}],{{$2,$3,$4,$5}}; mov.u32 $0,0; }}"
 GET = f"ld.shared.f32 $0,[$1+{LABELS}];"
-# The thread's number, anew each time it is asked for, so that what is made of it is not kept.
-THREAD = "mov.u32 $0,%tid.x;"
 # Thread 0 of each of $3 programs arrives at [$1] and waits for the others.
 MEET = (
     "{ .reg .pred p; .reg .b32 arrived; setp.ne.b32 p,$2,0; @p bra met; fence.acq_rel.gpu; "
