@@ -187,7 +187,7 @@ def compile_all(name: str) -> None:
 
 
 def bench_variants(name: str, tokens: list[int]) -> None:
-    """Shares of pairs decoded by arithmetic, and launches that do not overlap."""
+    """The choices behind product.ARITHMETIC and fused.MAX_WEIGHTS, and what overlap and warps gain."""
     hidden, intermediate, experts, topk = SHAPES[name]
     geometry = Geometry(hidden, intermediate, experts)
     layer = random_layer(geometry)
@@ -199,6 +199,10 @@ def bench_variants(name: str, tokens: list[int]) -> None:
             us = graph_us(calls_of(layer, topk, workspace, count), 7)
             found.append(f"{share} of 16 by arithmetic {us:.1f}")
         fused.step = product.step = partial(ptx.step, product.ARITHMETIC)
+        for limit, what in ((0, "several launches"), (1 << 62, "one launch")):
+            with patch.object(fused, "MAX_WEIGHTS", limit):
+                us = graph_us(calls_of(layer, topk, workspace, count), 7)
+            found.append(f"{what} {us:.1f}")
         with patch.object(decode, "ways", lambda _device: (True, False)):
             us = graph_us(calls_of(layer, topk, workspace, count), 7)
         found.append(f"launches one after another {us:.1f}")

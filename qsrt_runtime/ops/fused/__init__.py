@@ -10,7 +10,8 @@ from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import Workspace
 
 MAX_TOPK = 32  # a warp each
-MAX_WEIGHTS = 1 << 27  # of a call's routes; on an H200 1.0e8 gain by one launch, 1.5e8 lose
+# Of a call's routes; on an H200 1.0e8 gain by one launch, 1.5e8 lose (bench_decode.py --variants).
+MAX_WEIGHTS = 1 << 27
 
 
 def is_small(layer: LayerWeights, topk_ids: torch.Tensor) -> bool:
