@@ -187,7 +187,7 @@ def compile_all(name: str) -> None:
 
 
 def bench_variants(name: str, tokens: list[int]) -> None:
-    """The choices behind product.ARITHMETIC and fused.MAX_WEIGHTS, and what overlap and warps gain."""
+    """What ARITHMETIC and MAX_WEIGHTS were chosen by, and what overlap and warps gain."""
     hidden, intermediate, experts, topk = SHAPES[name]
     geometry = Geometry(hidden, intermediate, experts)
     layer = random_layer(geometry)
