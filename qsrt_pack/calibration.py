@@ -21,8 +21,7 @@ from qsrt_pack.calibrate.statistics import LayerRows, gather
 from qsrt_pack.calibration_input import EMBEDDING, NORM, ROWS, CalibrationInput, read_input
 from qsrt_pack.output import discard, replacing, state_file
 from qsrt_pack.progress import bar
-from qsrt_pack.source.checkpoint import digest_files, read_tensor, source_stamp
-from qsrt_pack.source.dtypes import to_float32
+from qsrt_pack.source.checkpoint import digest_files, read_weight, source_stamp
 from qsrt_pack.source.models import one_layer_changes
 from qsrt_pack.statistics import (
     DOCUMENT,
@@ -218,14 +217,15 @@ class _Run(CalibrationInput):
         return torch.from_file(str(path), shared=True, size=size, dtype=dtype).view(-1, hidden)
 
     def _weights(self, *names: str) -> dict[str, torch.Tensor]:
-        return {name: to_float32(read_tensor(self.checkpoint, name)) for name in names}
+        return {name: read_weight(self.checkpoint, name) for name in names}
 
     def _runner(self, layer: int) -> capture.LayerRunner:
         prefix = f"model.layers.{layer}."
-        names = [name for name in self.checkpoint.tensors if name.startswith(prefix)]
+        names = [name for name in self.checkpoint.weights if name.startswith(prefix)]
         changes = one_layer_changes(self.experts, layer)
         weights = self._weights(*names)
-        return capture.LayerRunner(self.checkpoint.config, layer, changes, weights, self.device)
+        config = self.checkpoint.model_config
+        return capture.LayerRunner(config, layer, changes, weights, self.device)
 
     def _batches(self) -> Iterator[slice]:
         """Windows that are run at once."""
@@ -288,9 +288,9 @@ class _Run(CalibrationInput):
         _save(tensors, self.folder / rows_name(layer))
 
     def _start_backward(self) -> None:
-        head = EMBEDDING if _HEAD not in self.checkpoint.tensors else _HEAD
+        head = EMBEDDING if _HEAD not in self.checkpoint.weights else _HEAD
         weights = self._weights(NORM, EMBEDDING, head)
-        gradient = capture.loss_gradient(self.checkpoint.config, weights, self.device)
+        gradient = capture.loss_gradient(self.checkpoint.model_config, weights, self.device)
         rows, slopes = (
             self._residual(_hidden_name(self.layers)),
             self._residual(_slope_name(self.layers)),

@@ -150,7 +150,7 @@ def read_input(
 def _checked_vocabulary(checkpoint: Checkpoint) -> int:
     """vocab_size, once the tensors outside the layers are known to be there."""
     for name in (EMBEDDING, NORM):
-        if name not in checkpoint.tensors:
+        if name not in checkpoint.weights:
             raise FormatError(f"{checkpoint.path} has no {name}, which calibration runs")
     size = checkpoint.config.get("vocab_size")
     if type(size) is not int:

@@ -140,6 +140,12 @@ def _overwrite_option(command: Callable) -> Callable:
     help="kquant: write config.json as the published vLLM branch reads it.",
 )
 @click.option(
+    "--keep-dense-format",
+    is_flag=True,
+    help="Carry quantized tensors that are no experts' as they are, not as bfloat16; the package "
+    "then needs a loader that reads them.",
+)
+@click.option(
     "--devices",
     default="auto",
     show_default=True,
@@ -163,6 +169,7 @@ def convert(
     hidden_side: str,
     seed: int,
     loader: str,
+    keep_dense_format: bool,
     devices: str,
     calibration: Path | None,
     dry_run: bool,
@@ -210,6 +217,7 @@ def convert(
             out,
             settings,
             loader=loader,
+            keep_dense_format=keep_dense_format,
             overwrite=overwrite,
             devices=found,
             statistics=statistics,

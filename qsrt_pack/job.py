@@ -44,9 +44,16 @@ from qsrt_pack.source.checkpoint import (
     digest_files,
     digest_small_files,
     open_checkpoint,
+    read_weight,
     source_stamp,
 )
-from qsrt_pack.source.models import RoutedExperts, carried_tensors, find_experts
+from qsrt_pack.source.dtypes import PLAIN
+from qsrt_pack.source.models import (
+    RoutedExperts,
+    carried_tensors,
+    find_experts,
+    quantized_carried,
+)
 from qsrt_pack.state import (
     State,
     changes,
@@ -69,6 +76,7 @@ from qsrt_runtime.format.package import (
     seal,
     verify_file,
 )
+from qsrt_runtime.format.tensorfile import tensor_data
 
 _log = logging.getLogger(__name__)
 _WORST_SHOWN = 5
@@ -84,6 +92,7 @@ class Job:
     """A conversion that has been checked and planned and not begun.
 
     stamp: source_stamp of the checkpoint when its headers were read.
+    carried_as: see carried_tensors.
     complete: out holds a package with these settings already; of this source, as far as known.
     """
 
@@ -92,6 +101,7 @@ class Job:
     out: Path
     settings: Settings
     loader: str
+    carried_as: str
     overwrite: bool
     plan: dict[str, Any]
     stamp: dict[str, tuple[int, ...]]
@@ -106,6 +116,7 @@ def prepare(
     settings: Settings,
     *,
     loader: str = "qsrt",
+    keep_dense_format: bool = False,
     overwrite: bool = False,
     devices: tuple[torch.device, ...] = _CPU,
     statistics: Statistics | None = None,
@@ -113,6 +124,7 @@ def prepare(
     """Check source and output and make the plan. FormatError on any doubt.
 
     Writes nothing, but puts back what a killed run had moved aside.
+    keep_dense_format: carry quantized weights that are no routed expert's as they are stored.
     devices: of the settings' kind; a package does not depend on how many there are.
     statistics: of a calibration of this source, the settings state their digest; here compared
     by config, index and names of shards, by `run` as a whole.
@@ -126,16 +138,19 @@ def prepare(
     experts = find_experts(checkpoint)
     config_path = str(checkpoint.path / manifests.CONFIG)
     manifests.check_config(checkpoint.config, experts.geometry, experts.topk, config_path)
+    carried_as = _carried_as(checkpoint, experts, loader) if keep_dense_format else "bf16"
     if statistics is not None:
         statistics.check_source(digest_small_files(checkpoint, statistics.document["source"]))
         _warn_of_missing_parts(statistics, settings)
     check_output(out, checkpoint.path, overwrite=True, resumable=True)
     filled = has_content(out)  # asked first: another process may be about to finish it
-    complete = not overwrite and _is_result(out, checkpoint, settings, loader)
+    complete = not overwrite and _is_result(out, checkpoint, settings, loader, carried_as)
     if filled:
         check_content(out, overwrite or complete)
     finished = experts.layers if complete else _claimed_layers(out, settings)
-    plan = make_plan(checkpoint, experts, out, settings, loader, finished, devices, statistics)
+    plan = make_plan(
+        checkpoint, experts, out, settings, loader, finished, devices, statistics, carried_as
+    )
     left = leftover_bytes(out, layer_files(finished))
     free, need = plan["free_disk_bytes"] + left, plan["bytes_to_write"]
     if free < need and not complete:
@@ -146,6 +161,7 @@ def prepare(
         out,
         settings,
         loader,
+        carried_as,
         overwrite,
         plan,
         stamp,
@@ -153,6 +169,20 @@ def prepare(
         devices,
         statistics,
     )
+
+
+def _carried_as(checkpoint: Checkpoint, experts: RoutedExperts, loader: str) -> str:
+    """How --keep-dense-format has the quantized weights carried; bf16 where there are none."""
+    if not quantized_carried(checkpoint, experts):
+        return "bf16"
+    if loader != "qsrt":
+        raise FormatError(f"the {loader} loader reads no other quantization beside the experts'")
+    if checkpoint.config.get("quantization_config") is None:
+        raise FormatError(
+            f"{checkpoint.path} has quantized tensors and no quantization_config, without which no "
+            "loader reads them; convert without keeping their format"
+        )
+    return "stored"
 
 
 def _warn_of_missing_parts(statistics: Statistics, settings: Settings) -> None:
@@ -244,15 +274,19 @@ def _claimed_layers(out: Path, settings: Settings) -> list[int]:
     return [n for n in state.layers if (new_folder(out) / manifests.layer_file_name(n)).exists()]
 
 
-def _is_result(out: Path, checkpoint: Checkpoint, settings: Settings, loader: str) -> bool:
+def _is_result(
+    out: Path, checkpoint: Checkpoint, settings: Settings, loader: str, carried_as: str
+) -> bool:
     """Whether out is a sealed package with these settings, versions and config."""
     try:
         documents = open_package(out).documents
     except (FormatError, OSError):
         return False
     manifest = documents.manifest
-    return manifest["producer"] == build_producer(settings.fingerprinted()) and (
-        documents.config == build_config(checkpoint.config, manifest, loader)
+    return (
+        manifest["producer"] == build_producer(settings.fingerprinted())
+        and manifest.get("source_format", {}).get("carried_as", "bf16") == carried_as
+        and documents.config == build_config(checkpoint.config, manifest, loader)
     )
 
 
@@ -314,7 +348,9 @@ def _open_state(job: Job, show_progress: bool) -> State:
         check_same(found, state, state_file(job.out))
         return found
     names = job.experts.tensor_names()
-    with bar("scan experts", len(names), "tensors", show_progress) as advance:
+    if job.carried_as == "bf16":
+        names += quantized_carried(job.checkpoint, job.experts)
+    with bar("scan weights", len(names), "tensors", show_progress) as advance:
         for name in names:
             check_finite(job.checkpoint, name)
             advance(1)
@@ -413,21 +449,34 @@ def _write_documents(job: Job, folder: Path, source_sha256: str, evidence: Evide
         source_sha256=source_sha256,
         base_sha256=base_sha256,
         evidence=evidence,
+        source_format=_source_format(job),
     )
     config = build_config(job.checkpoint.config, manifest, job.loader)
     paths.write_file(folder / manifests.MANIFEST, schema.dump(manifest))
     paths.write_file(folder / manifests.CONFIG, schema.dump(config))
 
 
+def _source_format(job: Job) -> dict[str, Any] | None:
+    """The manifest's source_format; None for a source that is not quantized."""
+    formats = job.plan["expert_formats"], job.plan["carried_formats"]
+    if all(name in PLAIN for names in formats for name in names):
+        return None
+    experts, carried = map(sorted, formats)
+    return {"experts": experts, "carried": carried, "carried_as": job.carried_as}
+
+
 def _write_base(job: Job, folder: Path) -> str:
     """Carry every other tensor and the side files; returns the digest over shards and index."""
     checkpoint = job.checkpoint
+    decoded = set(quantized_carried(checkpoint, job.experts)) if job.carried_as == "bf16" else ()
 
     def payload(name: str) -> Iterable[bytes]:
+        if name in decoded:
+            return [tensor_data(read_weight(checkpoint, name).to(torch.bfloat16))]
         shard, entry = checkpoint.tensors[name]
         return file_pieces(checkpoint.path / shard, entry.start, entry.end)
 
-    index = write_shards(folder, carried_tensors(checkpoint, job.experts), payload)
+    index = write_shards(folder, carried_tensors(checkpoint, job.experts, job.carried_as), payload)
     schema.check(index, "index", manifests.INDEX)
     paths.write_file(folder / manifests.INDEX, schema.dump(index))
     for name in checkpoint.carried:

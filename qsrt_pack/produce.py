@@ -19,8 +19,7 @@ from qsrt_pack.encode.ordered import one_thread, ordered_mean_square, ordered_su
 from qsrt_pack.encode.viterbi import search
 from qsrt_pack.guide import ACTIVATIONS, UNGUIDED, Guided, make_guide, row_bytes
 from qsrt_pack.ranks import Ranks
-from qsrt_pack.source.checkpoint import Checkpoint, read_tensor
-from qsrt_pack.source.dtypes import to_float32
+from qsrt_pack.source.checkpoint import Checkpoint, read_weight
 from qsrt_pack.source.models import RoutedExperts
 from qsrt_pack.workers import THREADS, in_order
 from qsrt_runtime.format import atom, decode
@@ -116,7 +115,7 @@ def _weights(
 ) -> dict[str, torch.Tensor]:
     """The three matrices of an expert, float32 on a device."""
     names = {m: experts.tensor_name(layer, expert, m) for m in atom.MATRICES}
-    return {m: to_float32(read_tensor(checkpoint, name).to(device)) for m, name in names.items()}
+    return {m: read_weight(checkpoint, name, device=device) for m, name in names.items()}
 
 
 def _measure(

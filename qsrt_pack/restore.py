@@ -9,7 +9,10 @@ import torch
 from qsrt_pack.assemble.shards import Spec, file_pieces, write_shards
 from qsrt_pack.output import check_output, replacing
 from qsrt_pack.progress import bar
+from qsrt_pack.source import quantization
+from qsrt_pack.source.formats import find_weights, read_weight
 from qsrt_pack.source.models import ARCHITECTURES, MATRICES, check_package_config
+from qsrt_pack.source.quantization import Quantization
 from qsrt_runtime.format import decode, paths, schema
 from qsrt_runtime.format import manifest as manifests
 from qsrt_runtime.format.container import Layer
@@ -25,7 +28,7 @@ from qsrt_runtime.format.package import (
 )
 from qsrt_runtime.format.rates import stored_channels
 from qsrt_runtime.format.slab import unpack_expert
-from qsrt_runtime.format.tensorfile import TensorEntry, read_header, tensor_data
+from qsrt_runtime.format.tensorfile import TensorEntry, read_header, read_tensor, tensor_data
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
@@ -33,7 +36,7 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 class DensePackage:
     """The dense tensors that an opened package decodes to.
 
-    base: carried tensors by name, with the shard and place of their bytes.
+    tensors: what the carried shards hold.   base: what that decodes to, by name.
     experts: name of an expert's tensor -> (layer, expert, matrix).
     Keeps the layer and the expert read last, so that reading in order decodes each once.
     """
@@ -46,11 +49,12 @@ class DensePackage:
             raise FormatError(
                 f"{path} was made elsewhere; its evidence does not keep the source's channel order"
             )
-        self.base: dict[str, tuple[Path, TensorEntry]] = {}
+        self.tensors: dict[str, tuple[str, TensorEntry]] = {}
         for shard in sorted(set(self.package.documents.index["weight_map"].values())):
             verify_file(self.package, shard)
             for name, entry in read_header(path / shard).tensors.items():
-                self.base[name] = (path / shard, entry)
+                self.tensors[name] = (shard, entry)
+        self.base = find_weights(path, self.tensors, _kept_quantization(self.package))
         check_package_config(self.package.documents, str(path / manifests.CONFIG))
         _check_one_activation(self.package)
         self.experts = _expert_names(self.package)
@@ -71,6 +75,14 @@ class DensePackage:
             self._expert = (number, expert, source_order(weights, order))
         return self._expert[2][matrix]
 
+    def base_weight(self, name: str) -> torch.Tensor:
+        """One carried tensor, as stored or decoded to float32."""
+        weight = self.base[name]
+        if weight.is_plain:
+            shard, entry = self.tensors[name]
+            return read_tensor(self.package.path / shard, entry)
+        return read_weight(self.package.path, self.tensors, weight)
+
     def _read_layer(self, number: int) -> tuple[Layer, dict[str, Any]]:
         if self._layer is None or self._layer[0] != number:
             layer = read_package_layer(self.package, number)
@@ -89,7 +101,8 @@ def decode_package(
     """Write a dense checkpoint that transformers loads.
 
     dtype: of the expert weights, a key of DTYPES, and then also config.json's, by default the one
-    that config.json states; other tensors and files are copied as they are.
+    that config.json states; other tensors and files are copied as they are, but for quantized
+    ones of a package that keeps their format, which become bfloat16.
     """
     dense = DensePackage(path)
     check_output(out, path, overwrite)
@@ -107,8 +120,10 @@ def decode_package(
 
         def payload(name: str) -> Iterable[bytes]:
             if name in dense.base:
-                shard, entry = dense.base[name]
-                return file_pieces(shard, entry.start, entry.end)
+                if not dense.base[name].is_plain:
+                    return [tensor_data(dense.base_weight(name).to(torch.bfloat16))]
+                shard, entry = dense.tensors[name]
+                return file_pieces(path / shard, entry.start, entry.end)
             advance(1)
             weight = dense.expert_weight(name).to(getattr(torch, kind))
             if not torch.isfinite(weight).all():
@@ -125,6 +140,13 @@ def dense_config(package: Package) -> dict[str, Any]:
     """config.json without what packing added to it."""
     added = ("quantization_config", manifests.TRANSFORMERS_WEIGHTS)
     return {key: value for key, value in package.documents.config.items() if key not in added}
+
+
+def _kept_quantization(package: Package) -> Quantization:
+    """What the source said of the carried tensors, where they are as they were."""
+    kept = package.documents.quantization.get(manifests.DENSE_QUANTIZATION)
+    config = {} if kept is None else {quantization.KEY: kept}
+    return quantization.read_quantization(config, str(package.path / manifests.CONFIG))
 
 
 def source_order(
@@ -169,7 +191,7 @@ def _expert_names(package: Package) -> dict[str, tuple[int, int, str]]:
 def _specs(dense: DensePackage, kind: str) -> dict[str, Spec]:
     """dtype and shape of every tensor of the dense checkpoint."""
     hidden, intermediate = dense.package.geometry.hidden, dense.package.geometry.intermediate
-    specs = {name: (entry.dtype, entry.shape) for name, (_, entry) in dense.base.items()}
+    specs = {name: weight.written for name, weight in dense.base.items()}
     for name, (_, _, matrix) in dense.experts.items():
         shape = (hidden, intermediate) if matrix == "w2" else (intermediate, hidden)
         specs[name] = (kind, shape)

@@ -31,11 +31,13 @@ def build_manifest(
     source_sha256: str,
     base_sha256: str,
     evidence: dict[int, dict[str, Any]],
+    source_format: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """qsrt-manifest.json. evidence: the evidence document of each layer.
 
     encoder_settings: every setting that can change a byte of a layer file.
     base_sha256: the digest over the base shards and the index that were written.
+    source_format: of a quantized source, the manifest's field of that name.
     """
     value = {
         "schema": "kquant_qsrt_model_manifest_v1",
@@ -66,6 +68,8 @@ def build_manifest(
             for layer, document in evidence.items()
         },
     }
+    if source_format is not None:
+        value["source_format"] = source_format
     schema.check(value, "manifest", manifests.MANIFEST)
     return value
 
@@ -98,7 +102,8 @@ def build_config(
 ) -> dict[str, Any]:
     """config.json: the source's, with the quantization_config of loader qsrt or kquant.
 
-    And with an entry that keeps transformers from loading it without qsrt_runtime.
+    And with an entry that keeps transformers from loading it without qsrt_runtime. The source's own
+    quantization_config is left out, or moves into ours where carried tensors are stored in it.
     """
     quantization: dict[str, Any] = {
         "quant_method": "qsrt",
@@ -108,6 +113,8 @@ def build_config(
         },
         "qsrt": manifests.descriptor(manifest),
     }
+    if manifest.get("source_format", {}).get("carried_as") == "stored":
+        quantization[manifests.DENSE_QUANTIZATION] = source_config["quantization_config"]
     if loader == "kquant":
         quantization |= {
             "quant_method": "modelopt",

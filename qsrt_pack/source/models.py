@@ -1,11 +1,14 @@
 """Which tensors of a checkpoint are routed experts: a table by architecture, and its checks."""
 
 import re
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
 from qsrt_pack.source.checkpoint import Checkpoint
-from qsrt_pack.source.dtypes import READABLE
+from qsrt_pack.source.dtypes import PLAIN
+from qsrt_pack.source.formats import FORMATS
+from qsrt_pack.source.quantization import read_quantization
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.format.manifest import Documents, activations, geometry_of, layers_of
@@ -105,9 +108,9 @@ _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_n
 # Keys that would change which experts there are or what they compute, where they are set.
 _UNSUPPORTED = (
     *("text_config", "swiglu_limit", "expert_bias", "mlp_bias", "first_k_dense_replace"),
-    *("num_nextn_predict_layers", "quantization", "quantization_config", "compression_config"),
-    "transformers_weights",
+    *("num_nextn_predict_layers", "quantization", "compression_config", "transformers_weights"),
 )
+READABLE = (*PLAIN, *dict.fromkeys(form.name for form in FORMATS))
 _MAX_LAYERS, _MAX_EXPERTS, _MAX_SIZE = 100_000, 65_536, 1 << 24
 
 
@@ -140,14 +143,13 @@ class RoutedExperts:
 def find_experts(checkpoint: Checkpoint) -> RoutedExperts:
     """Find the routed experts; FormatError names the layer, expert and tensor of any doubt."""
     where = f"{checkpoint.path}/config.json"
-    if not any(map(_is_expert, checkpoint.tensors)):
+    if not any(map(_is_expert, checkpoint.weights)):
         raise FormatError(f"{checkpoint.path} has no routed experts: no tensor is named .experts.")
     known = ARCHITECTURES.get(str(checkpoint.config.get("model_type")), Architecture()).known
     for key in _UNSUPPORTED:
         if key not in known and checkpoint.config.get(key) not in (None, False, 0):
             raise FormatError(
-                f"{where}: {key} is set; convert reads plain unquantized experts "
-                f"({', '.join(READABLE)})"
+                f"{where}: {key} is set; convert reads plain experts ({', '.join(READABLE)})"
             )
     experts = described_experts(checkpoint.config, where)
     _check_names(checkpoint, experts)
@@ -205,15 +207,44 @@ def check_package_config(documents: Documents, where: str) -> None:
 
 
 def carried_tensors(
-    checkpoint: Checkpoint, experts: RoutedExperts
+    checkpoint: Checkpoint, experts: RoutedExperts, carried_as: str = "bf16"
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """dtype and shape of every tensor that is not a routed expert's."""
+    """dtype and shape of every tensor that is not a routed expert's, as it is written.
+
+    carried_as: bf16, quantized weights decoded; or stored, every tensor as it is.
+    """
     routed = set(experts.tensor_names())
-    return {
-        name: (entry.dtype, entry.shape)
-        for name, (_, entry) in checkpoint.tensors.items()
-        if name not in routed
-    }
+    if carried_as == "stored":
+        left = {part for name in routed for part in checkpoint.weights[name].tensors}
+        entries = {name: entry for name, (_, entry) in checkpoint.tensors.items()}
+        return {name: (e.dtype, e.shape) for name, e in entries.items() if name not in left}
+    weights = checkpoint.weights.items()
+    return {name: weight.written for name, weight in weights if name not in routed}
+
+
+@dataclass(frozen=True)
+class SourceFormats:
+    """How many weights are stored in which format.
+
+    experts: of the routed experts' weights.   carried: of the others that are quantized.
+    """
+
+    experts: dict[str, int]
+    carried: dict[str, int]
+
+
+def source_formats(checkpoint: Checkpoint, experts: RoutedExperts) -> SourceFormats:
+    """Count the formats of a checkpoint."""
+    routed, carried = experts.tensor_names(), quantized_carried(checkpoint, experts)
+    counts = [Counter(checkpoint.weights[n].format for n in names) for names in (routed, carried)]
+    return SourceFormats(*map(dict, counts))
+
+
+def quantized_carried(checkpoint: Checkpoint, experts: RoutedExperts) -> list[str]:
+    """The quantized weights that are no routed expert's."""
+    routed = set(experts.tensor_names())
+    weights = checkpoint.weights.items()
+    return [name for name, weight in weights if not weight.is_plain and name not in routed]
 
 
 def one_layer_changes(experts: RoutedExperts, layer: int) -> dict[str, Any]:
@@ -308,10 +339,11 @@ def _check_names(checkpoint: Checkpoint, experts: RoutedExperts) -> None:
     parts = "|".join(map(re.escape, architecture.parts))
     template = re.escape(architecture.expert_key).replace(r"\{", "{").replace(r"\}", "}")
     expected = re.compile(template.format(part=f"(?:{parts})", **fields))
-    for name, (shard, _) in checkpoint.tensors.items():
+    for name, weight in checkpoint.weights.items():
         if not _is_expert(name):
             continue
-        match, where = expected.fullmatch(name), f"{checkpoint.path / shard}: tensor {name:.200}"
+        match = expected.fullmatch(name)
+        where = f"{checkpoint.path_of(weight)}: tensor {name:.200}"
         if match is None:
             raise FormatError(
                 f"{where} is in a layout that {experts.model_type} is not read in; "
@@ -333,18 +365,19 @@ def _check_routers(checkpoint: Checkpoint, experts: RoutedExperts) -> None:
     shape = (experts.geometry.experts, experts.geometry.hidden)
     for layer in experts.layers:
         name = experts.architecture.router_key.format(layer=layer)
-        if name not in checkpoint.tensors:
+        if name not in checkpoint.weights:
             raise FormatError(f"{checkpoint.path}: router {name} is missing (layer {layer})")
-        shard, entry = checkpoint.tensors[name]
-        if entry.shape != shape:
+        weight = checkpoint.weights[name]
+        if weight.shape != shape:
             raise FormatError(
-                f"{checkpoint.path / shard}: router {name} has shape {list(entry.shape)}, "
+                f"{checkpoint.path_of(weight)}: router {name} has shape {list(weight.shape)}, "
                 f"expected {list(shape)}"
             )
 
 
 def _check_tensors(checkpoint: Checkpoint, experts: RoutedExperts) -> None:
     geometry = experts.geometry
+    said = read_quantization(checkpoint.config, f"{checkpoint.path}/config.json")
     shapes = {
         "w1": (geometry.intermediate, geometry.hidden),
         "w3": (geometry.intermediate, geometry.hidden),
@@ -354,19 +387,25 @@ def _check_tensors(checkpoint: Checkpoint, experts: RoutedExperts) -> None:
         for expert in range(geometry.experts):
             for matrix, shape in shapes.items():
                 name = experts.tensor_name(layer, expert, matrix)
-                if name not in checkpoint.tensors:
+                if name not in checkpoint.weights:
                     part = experts.architecture.part(matrix)
                     raise FormatError(
                         f"{checkpoint.path}: tensor {name} is missing "
                         f"(layer {layer}, expert {expert}, {part})"
                     )
-                shard, entry = checkpoint.tensors[name]
-                where = f"{checkpoint.path / shard}: tensor {name}"
-                if entry.shape != shape:
+                weight = checkpoint.weights[name]
+                where = f"{checkpoint.path_of(weight)}: tensor {name}"
+                if weight.shape != shape:
                     raise FormatError(
-                        f"{where} has shape {list(entry.shape)}, expected {list(shape)}"
+                        f"{where} has shape {list(weight.shape)}, expected {list(shape)}"
                     )
-                if entry.dtype not in READABLE:
+                if weight.format not in READABLE:
                     raise FormatError(
-                        f"{where} is {entry.dtype}; convert reads {', '.join(READABLE)}"
+                        f"{where} is {weight.format}; convert reads {', '.join(READABLE)}"
+                    )
+                scheme = said.scheme(name)
+                if weight.is_plain and scheme is not None:
+                    raise FormatError(
+                        f"{where} is {weight.format}, config.json's quantization_config says "
+                        f"{' or '.join(scheme.formats)}"
                     )

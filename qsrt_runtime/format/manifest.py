@@ -29,6 +29,9 @@ STORAGE_FORMAT = "qsrt_atoms_v1"
 # shows this, where it would start the experts at random.
 TRANSFORMERS_WEIGHTS = "transformers_weights"
 IMPORT_FIRST = "first import qsrt_runtime.integrations.transformers, then load this package"
+# The key of our quantization_config under which the source's own stands, where the tensors that
+# are no routed expert's are in the source's format.
+DENSE_QUANTIZATION = "dense_quantization_config"
 ACTIVATIONS = ("silu", "situ")
 SITU_BETA = 4.0
 SITU_LINEAR_BETA = 25.0
@@ -302,6 +305,12 @@ def _check_descriptor(documents: Documents, where: str) -> None:
     block = quantization["qsrt"]
     for field, expected in descriptor(manifest).items():
         _require_equal(block[field], expected, f"quantization_config.qsrt.{field}", where, MANIFEST)
+    carried_as = manifest.get("source_format", {}).get("carried_as", "bf16")
+    if (DENSE_QUANTIZATION in quantization) != (carried_as == "stored"):
+        raise FormatError(
+            f"{where}: quantization_config.{DENSE_QUANTIZATION} stands there if and only if the "
+            f"manifest's source_format.carried_as is stored, which is {carried_as}"
+        )
     bit_map = quantization["hybrid_bit_map"]
     at = "quantization_config.hybrid_bit_map"
     _require_equal(sorted(map(int, bit_map)), layers_of(manifest), at, where, MANIFEST)

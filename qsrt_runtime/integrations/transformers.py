@@ -26,6 +26,7 @@ from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.format.manifest import (
     ACTIVATIONS,
     CHECKSUMS,
+    DENSE_QUANTIZATION,
     IMPORT_FIRST,
     MARKER,
     TRANSFORMERS_WEIGHTS,
@@ -136,6 +137,15 @@ class QsrtQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.package: Package | None = None
         self.verified = ""
+
+    def validate_environment(self, *_: Any, **__: Any) -> None:
+        kept = getattr(self.quantization_config, DENSE_QUANTIZATION, None)
+        if kept is not None:
+            raise ValueError(
+                f"the tensors of this package that are no experts' are quantized with "
+                f"{kept.get('quant_method')} ({DENSE_QUANTIZATION}), which this integration does "
+                "not load; convert without --keep-dense-format, or run qsrt-pack decode"
+            )
 
     def update_attn_implementation(self, config: PretrainedConfig) -> PretrainedConfig:
         """Called, from transformers 5.18 on, before it looks for weight files."""
