@@ -28,7 +28,8 @@ def int4_to_float32(words: torch.Tensor) -> torch.Tensor:
 
     words: [..., n] int32.   Returns [..., 8 n].
     """
-    return _halves(words.contiguous().view(torch.uint8), _INT4_VALUES)
+    codes = words.flatten().view(torch.uint8).view(*words.shape[:-1], -1)
+    return _halves(codes, _INT4_VALUES)
 
 
 def e8m0_to_float32(exponents: torch.Tensor) -> torch.Tensor:

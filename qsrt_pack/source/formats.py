@@ -81,8 +81,8 @@ _PER_ELEMENT = {"F8_E4M3": 1, "F4": 1, "U8": 2, "I32": 8}  # weights in an eleme
 _OF_ACTIVATIONS = re.compile(r"(.+)\.(input_scale|activation_scale|input_global_scale)")
 _OF_CACHES = re.compile(r".+\.[kv]_scale")
 _OF_WEIGHTS = re.compile(
-    r".+(\.weight_(blocks|g_idx|global_scale|packed|scale|scale_2|scale_inv|scales|shape|zero_point)"
-    r"|\.pre_quant_scale|_proj_(blocks|scales))"
+    r".+(\.weight_(g_idx|global_scale|scale|scale_2|scale_inv|scales|shape|zero_point)"
+    r"|_proj_scales|\.pre_quant_scale)"
 )
 
 
@@ -133,7 +133,8 @@ def find_weights(folder: Path, tensors: Tensors, quantization: Quantization) -> 
             weights[weight] = _weight(form, weight, tensors, quantization, where)
     modules = {name.removesuffix(".weight"): name for name in weights if name.endswith(".weight")}
     taken = {part for weight in weights.values() for part in weight.parts.values()}
-    for name in [name for name in tensors if name not in taken]:
+    left = [name for name in tensors if name not in taken]
+    for name in sorted(left, key=lambda name: _OF_WEIGHTS.fullmatch(name) is not None):
         match = _OF_ACTIVATIONS.fullmatch(name)
         if name in weights:
             form = weights[name].format
@@ -297,12 +298,12 @@ def _plain(folder: Path, tensors: Tensors, name: str) -> Weight:
     """A tensor that is stored as it is; refuses codes and parts of a format that is not read."""
     shard, entry = tensors[name]
     where = f"{folder / shard}: tensor {name}"
-    is_narrow = DTYPE_BITS[entry.dtype] <= 8 and entry.dtype[0] == "F"
-    is_integer = entry.dtype in ("U8", "I8", "I32")
-    if is_narrow or (is_integer and name.endswith((".weight", ".weight_packed"))):
-        raise FormatError(f"{where} is {entry.dtype}{_lacking(name, entry.dtype)}")
     if _OF_WEIGHTS.fullmatch(name):
         raise FormatError(f"{where} is part of no weight in a format that convert reads")
+    is_narrow = DTYPE_BITS[entry.dtype] <= 8 and entry.dtype[0] == "F"
+    is_integer = entry.dtype in ("U8", "I8", "I32")
+    if is_narrow or (is_integer and name.endswith((".weight", "_packed", "_blocks"))):
+        raise FormatError(f"{where} is {entry.dtype}{_lacking(name, entry.dtype)}")
     return Weight(entry.dtype, entry.shape, {"codes": name})
 
 
