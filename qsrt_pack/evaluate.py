@@ -9,23 +9,24 @@ from typing import Any
 import torch
 import transformers
 from torch.nn.functional import log_softmax
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, PreTrainedModel
 
 import qsrt_runtime
 from qsrt_pack.progress import bar
 from qsrt_pack.restore import DensePackage, dense_config
-from qsrt_pack.source.checkpoint import digest_files, open_checkpoint
+from qsrt_pack.source.checkpoint import (
+    Checkpoint,
+    digest_files,
+    open_checkpoint,
+    read_tensor,
+    read_weight,
+)
 from qsrt_pack.source.models import find_experts
 from qsrt_pack.text import blaming, count_windows, read_text, tokenize
 from qsrt_pack.validate import bits_per_expert_weight
 from qsrt_runtime.format import schema
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.package import Package
-from qsrt_runtime.format.tensorfile import read_tensor
 
 _ROWS = 256  # positions whose full-vocabulary distributions are held at once
 
@@ -62,7 +63,7 @@ def evaluate(
     tokens = tokenize(reference, data, vocabulary, text)
     longest = getattr(config, "max_position_embeddings", None)
     size, count = count_windows(len(tokens), longest, window, windows, text)
-    original, packed = _reference_model(reference), _packed_model(dense)
+    original, packed = _reference_model(checkpoint), _packed_model(dense)
     totals = _Totals()
     with bar("eval", count, "windows", show_progress) as advance, torch.inference_mode():
         for row in tokens[: count * size].unflatten(0, (count, size)):
@@ -148,21 +149,26 @@ class _Totals:
         }
 
 
-def _reference_model(reference: Path) -> PreTrainedModel:
-    with blaming(reference):
-        model, info = AutoModelForCausalLM.from_pretrained(
-            reference, dtype=torch.float32, output_loading_info=True
-        )
-    return _complete(model, info, reference)
+def _reference_model(checkpoint: Checkpoint) -> PreTrainedModel:
+    """The reference, decoded where it is quantized, in float32."""
+    state = {
+        name: read_tensor(checkpoint, name) if weight.is_plain else read_weight(checkpoint, name)
+        for name, weight in checkpoint.weights.items()
+    }
+    return _model(checkpoint.model_config, state, checkpoint.path)
 
 
 def _packed_model(dense: DensePackage) -> PreTrainedModel:
     """The package's model with its experts decoded, in float32."""
-    state = {name: read_tensor(*place) for name, place in dense.base.items()}
+    state = {name: dense.base_weight(name) for name in dense.base}
     state |= {name: dense.expert_weight(name) for name in dense.experts}
-    path = dense.package.path
+    return _model(dense_config(dense.package), state, dense.package.path)
+
+
+def _model(values: dict[str, Any], state: dict[str, torch.Tensor], path: Path) -> PreTrainedModel:
+    """transformers' model of a config.json with these tensors, in float32."""
     with blaming(path):
-        config = AutoConfig.for_model(**dense_config(dense.package))
+        config = AutoConfig.for_model(**values)
         (architecture,) = config.architectures or ["None"]
         model_class = getattr(transformers, architecture)
         if not issubclass(model_class, PreTrainedModel):
