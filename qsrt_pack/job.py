@@ -6,7 +6,7 @@ failure leaves what stood there before, and the finished layers beside it for th
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,12 @@ import torch
 
 from qsrt_pack.assemble.layer import layer_evidence, worst_experts
 from qsrt_pack.assemble.package import (
-    GIT_ATTRIBUTES,
     build_config,
     build_manifest,
     build_producer,
     library_versions,
 )
-from qsrt_pack.assemble.shards import file_pieces, write_shards
+from qsrt_pack.carry import how_carried, source_format, write_base
 from qsrt_pack.encode.expert import Settings
 from qsrt_pack.encode.viterbi import device_kind
 from qsrt_pack.output import (
@@ -38,22 +37,16 @@ from qsrt_pack.plan import make_plan
 from qsrt_pack.produce import produce_layer
 from qsrt_pack.progress import bar
 from qsrt_pack.ranks import Ranks
+from qsrt_pack.source.census import quantized_carried
 from qsrt_pack.source.checkpoint import (
     Checkpoint,
     check_finite,
     digest_files,
     digest_small_files,
     open_checkpoint,
-    read_weight,
     source_stamp,
 )
-from qsrt_pack.source.dtypes import PLAIN
-from qsrt_pack.source.models import (
-    RoutedExperts,
-    carried_tensors,
-    find_experts,
-    quantized_carried,
-)
+from qsrt_pack.source.models import RoutedExperts, find_experts
 from qsrt_pack.state import (
     State,
     changes,
@@ -76,7 +69,6 @@ from qsrt_runtime.format.package import (
     seal,
     verify_file,
 )
-from qsrt_runtime.format.tensorfile import tensor_data
 
 _log = logging.getLogger(__name__)
 _WORST_SHOWN = 5
@@ -138,7 +130,7 @@ def prepare(
     experts = find_experts(checkpoint)
     config_path = str(checkpoint.path / manifests.CONFIG)
     manifests.check_config(checkpoint.config, experts.geometry, experts.topk, config_path)
-    carried_as = _carried_as(checkpoint, experts, loader) if keep_dense_format else "bf16"
+    carried_as = how_carried(checkpoint, experts, loader) if keep_dense_format else "bf16"
     if statistics is not None:
         statistics.check_source(digest_small_files(checkpoint, statistics.document["source"]))
         _warn_of_missing_parts(statistics, settings)
@@ -169,20 +161,6 @@ def prepare(
         devices,
         statistics,
     )
-
-
-def _carried_as(checkpoint: Checkpoint, experts: RoutedExperts, loader: str) -> str:
-    """How --keep-dense-format has the quantized weights carried; bf16 where there are none."""
-    if not quantized_carried(checkpoint, experts):
-        return "bf16"
-    if loader != "qsrt":
-        raise FormatError(f"the {loader} loader reads no other quantization beside the experts'")
-    if checkpoint.config.get("quantization_config") is None:
-        raise FormatError(
-            f"{checkpoint.path} has quantized tensors and no quantization_config, without which no "
-            "loader reads them; convert without keeping their format"
-        )
-    return "stored"
 
 
 def _warn_of_missing_parts(statistics: Statistics, settings: Settings) -> None:
@@ -440,7 +418,7 @@ def _mean_nmse(entries: list[dict[str, Any]]) -> str:
 
 def _write_documents(job: Job, folder: Path, source_sha256: str, evidence: Evidence) -> None:
     """Everything but the layers and the seal."""
-    base_sha256 = _write_base(job, folder)
+    base_sha256 = write_base(folder, job.checkpoint, job.experts, job.carried_as)
     manifest = build_manifest(
         job.experts.geometry,
         topk=job.experts.topk,
@@ -449,43 +427,11 @@ def _write_documents(job: Job, folder: Path, source_sha256: str, evidence: Evide
         source_sha256=source_sha256,
         base_sha256=base_sha256,
         evidence=evidence,
-        source_format=_source_format(job),
+        source_format=source_format(job.checkpoint, job.experts, job.carried_as),
     )
     config = build_config(job.checkpoint.config, manifest, job.loader)
     paths.write_file(folder / manifests.MANIFEST, schema.dump(manifest))
     paths.write_file(folder / manifests.CONFIG, schema.dump(config))
-
-
-def _source_format(job: Job) -> dict[str, Any] | None:
-    """The manifest's source_format; None for a source that is not quantized."""
-    formats = job.plan["expert_formats"], job.plan["carried_formats"]
-    if all(name in PLAIN for names in formats for name in names):
-        return None
-    experts, carried = map(sorted, formats)
-    return {"experts": experts, "carried": carried, "carried_as": job.carried_as}
-
-
-def _write_base(job: Job, folder: Path) -> str:
-    """Carry every other tensor and the side files; returns the digest over shards and index."""
-    checkpoint = job.checkpoint
-    decoded = set(quantized_carried(checkpoint, job.experts)) if job.carried_as == "bf16" else ()
-
-    def payload(name: str) -> Iterable[bytes]:
-        if name in decoded:
-            return [tensor_data(read_weight(checkpoint, name).to(torch.bfloat16))]
-        shard, entry = checkpoint.tensors[name]
-        return file_pieces(checkpoint.path / shard, entry.start, entry.end)
-
-    index = write_shards(folder, carried_tensors(checkpoint, job.experts, job.carried_as), payload)
-    schema.check(index, "index", manifests.INDEX)
-    paths.write_file(folder / manifests.INDEX, schema.dump(index))
-    for name in checkpoint.carried:
-        source, target = checkpoint.path / name, folder / name
-        paths.make_folder(target.parent)
-        paths.write_pieces(target, file_pieces(source, 0, source.stat().st_size))
-    paths.write_file(folder / ".gitattributes", GIT_ATTRIBUTES)
-    names = sorted({manifests.INDEX, *index["weight_map"].values()})
-    return schema.digest({name: paths.sha256_file(folder / name) for name in names})
 
 
 def describe_worst(evidence: Evidence) -> str:

@@ -11,8 +11,9 @@ import torch
 from qsrt_pack.encode.expert import Settings, modes_tried, scale_search_weights
 from qsrt_pack.encode.viterbi import search
 from qsrt_pack.guide import row_bytes
+from qsrt_pack.source.census import source_formats
 from qsrt_pack.source.checkpoint import Checkpoint
-from qsrt_pack.source.models import RoutedExperts, carried_tensors, source_formats
+from qsrt_pack.source.models import RoutedExperts, carried_tensors
 from qsrt_pack.statistics import Statistics
 from qsrt_runtime.format import container, schema
 from qsrt_runtime.format.geometry import Geometry

@@ -10,9 +10,10 @@ from qsrt_pack.assemble.shards import Spec, file_pieces, write_shards
 from qsrt_pack.output import check_output, replacing
 from qsrt_pack.progress import bar
 from qsrt_pack.source import quantization
-from qsrt_pack.source.formats import find_weights, read_weight
+from qsrt_pack.source.formats import read_weight
 from qsrt_pack.source.models import ARCHITECTURES, MATRICES, check_package_config
 from qsrt_pack.source.quantization import Quantization
+from qsrt_pack.source.weights import find_weights
 from qsrt_runtime.format import decode, paths, schema
 from qsrt_runtime.format import manifest as manifests
 from qsrt_runtime.format.container import Layer

@@ -1,13 +1,20 @@
 """Weights in the quantized formats of checkpoints, from random codes."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 
 import checkpoints
+import pytest
 import torch
+from safetensors.torch import save_file
 
+from qsrt_pack.source.checkpoint import Checkpoint, open_checkpoint
+from qsrt_runtime.format.errors import FormatError
+
+NAME = "layer.proj.weight"
 Parts = dict[str, torch.Tensor]  # suffix of the weight's name -> tensor
 BLOCK = (128, 128)
 GROUP = 32  # of int4
@@ -189,3 +196,27 @@ def write_checkpoint(path: Path, kind: Kind, **options: object) -> Path:
     config = checkpoints.config(quantization_config=kind.config)
     weights = quantize(kind, weights)
     return checkpoints.write_checkpoint(path, config_value=config, weights=weights, **options)
+
+
+def make(kind: str, out: int, wide: int) -> Parts:
+    """The parts of a weight by the name of its kind."""
+    return KINDS[kind].make(torch.Generator().manual_seed(out), out, wide)
+
+
+def named(parts: Parts, name: str = NAME) -> dict[str, torch.Tensor]:
+    return {name + suffix: part for suffix, part in parts.items()}
+
+
+def write(folder: Path, tensors: dict[str, torch.Tensor], config: object = None) -> Checkpoint:
+    """A checkpoint of these tensors alone, opened. config: its quantization_config."""
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    value = {} if config is None else {"quantization_config": config}
+    (folder / "config.json").write_text(json.dumps(value))
+    return open_checkpoint(folder)
+
+
+def refused(folder: Path, parts: Parts, config: object, message: str) -> None:
+    """The weight of these parts is refused with a message."""
+    with pytest.raises(FormatError, match=message):
+        write(folder, named(parts), config)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from jsonschema import Draft202012Validator
 
+from qsrt_pack.source import models
 from qsrt_runtime.format import codebook, container, geometry, manifest
 
 SCHEMAS = Path(__file__).parents[1] / "schemas"
@@ -88,3 +89,12 @@ def test_profile_fruit_is_16_slots_and_96_atoms_and_kimi_96_slots() -> None:
 def test_reports_state_the_settings_of_the_manifest() -> None:
     settings = _load("manifest.schema.json")["$defs"]["settings"]
     assert _load("report.schema.json")["$defs"]["settings"] == settings
+
+
+def test_the_formats_of_a_source_are_those_that_are_read() -> None:
+    fields = _load("manifest.schema.json")["properties"]["source_format"]["properties"]
+    for key in ("experts", "carried"):
+        assert set(fields[key]["items"]["enum"]) == set(models.READABLE)
+    fields = _load("plan.schema.json")["properties"]
+    for key in ("expert_formats", "carried_formats"):
+        assert set(fields[key]["propertyNames"]["enum"]) == set(models.READABLE)

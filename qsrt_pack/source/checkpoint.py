@@ -14,6 +14,7 @@ import torch
 
 from qsrt_pack.source import formats, quantization
 from qsrt_pack.source.formats import Weight
+from qsrt_pack.source.weights import find_weights
 from qsrt_runtime.format import paths, schema, tensorfile
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.manifest import CHECKSUMS, CONFIG, INDEX, MANIFEST, MARKER
@@ -79,7 +80,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     schema.require_json(config, str(path / CONFIG))
     tensors = _indexed(path) if INDEX in files else _without_index(path, files)
     said = quantization.read_quantization(config, str(path / CONFIG))
-    weights = formats.find_weights(path, tensors, said)
+    weights = find_weights(path, tensors, said)
     shards = tuple(sorted({shard for shard, _ in tensors.values()}))
     own = {CONFIG, INDEX, *shards}
     carried = tuple(n for n in files if n not in own and not _NOT_CARRIED.search(n))

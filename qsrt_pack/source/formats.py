@@ -1,11 +1,9 @@
-"""The formats of a checkpoint's weights: which tensors make up one, and what they decode to.
+"""The formats of a checkpoint's weights: which tensors one is stored in, what these decode to.
 
 A weight has the name that it would have unquantized; the tensors that it is stored in have that
-name and a suffix. Which format it is in follows from the tensors that are there.
+name and a suffix.
 """
 
-import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,10 +17,9 @@ from qsrt_pack.source.dtypes import (
     int4_to_float32,
     to_float32,
 )
-from qsrt_pack.source.quantization import Quantization, Scheme
 from qsrt_runtime.format import tensorfile
 from qsrt_runtime.format.errors import FormatError
-from qsrt_runtime.format.tensorfile import DTYPE_BITS, TensorEntry
+from qsrt_runtime.format.tensorfile import TensorEntry
 
 Tensors = Mapping[str, tuple[str, TensorEntry]]  # name -> (shard, where it lies)
 
@@ -76,14 +73,6 @@ FORMATS = (
         },
     ),
 )
-_PER_ELEMENT = {"F8_E4M3": 1, "F4": 1, "U8": 2, "I32": 8}  # weights in an element of codes
-# Of activations and caches; they say nothing of a weight and go with the format.
-_OF_ACTIVATIONS = re.compile(r"(.+)\.(input_scale|activation_scale|input_global_scale)")
-_OF_CACHES = re.compile(r".+\.[kv]_scale")
-_OF_WEIGHTS = re.compile(
-    r".+(\.weight_(g_idx|global_scale|scale|scale_2|scale_inv|scales|shape|zero_point)"
-    r"|_proj_scales|\.pre_quant_scale)"
-)
 
 
 @dataclass(frozen=True)
@@ -115,36 +104,6 @@ class Weight:
     def tensors(self) -> tuple[str, ...]:
         """The names of all tensors that go with the weight."""
         return (*self.parts.values(), *self.others)
-
-
-def find_weights(folder: Path, tensors: Tensors, quantization: Quantization) -> dict[str, Weight]:
-    """All weights by name, from headers alone; FormatError names the tensor that lacks another.
-
-    Left out are scales of a key-value cache.
-    """
-    weights: dict[str, Weight] = {}
-    for name, (shard, entry) in tensors.items():
-        where = f"{folder / shard}: tensor {name}"
-        fits = [(f, w) for f in FORMATS if (w := _weight_name(f, name, entry.dtype, tensors))]
-        if len(fits) > 1:
-            suffixes = " and ".join(form.parts["scales"][0] for form, _ in fits)
-            raise FormatError(f"{where} has scales of two formats: {suffixes}")
-        for form, weight in fits:
-            weights[weight] = _weight(form, weight, tensors, quantization, where)
-    modules = {name.removesuffix(".weight"): name for name in weights if name.endswith(".weight")}
-    taken = {part for weight in weights.values() for part in weight.parts.values()}
-    left = [name for name in tensors if name not in taken]
-    for name in sorted(left, key=lambda name: _OF_WEIGHTS.fullmatch(name) is not None):
-        match = _OF_ACTIVATIONS.fullmatch(name)
-        if name in weights:
-            form = weights[name].format
-            raise FormatError(f"{folder}: {name} is stored twice, plainly and as {form}")
-        if match and match[1] in modules:
-            weight = weights[modules[match[1]]]
-            weights[modules[match[1]]] = replace(weight, others=(*weight.others, name))
-        elif quantization.method is None or not _OF_CACHES.fullmatch(name):
-            weights[name] = _plain(folder, tensors, name)
-    return weights
 
 
 def read_weight(
@@ -189,136 +148,9 @@ def _refuse_infinite(values: torch.Tensor, what: str, index: int | None) -> None
         raise FormatError(f"{what} {value} at {whole}; expected finite weights")
 
 
-def _weight_name(form: Format, codes: str, dtype: str, tensors: Tensors) -> str | None:
-    """The weight whose codes in this format a tensor is, None if it is not."""
-    suffix, dtypes = form.parts["codes"]
-    if dtype not in dtypes or not codes.endswith(suffix):
-        return None
-    name = codes.removesuffix(suffix)
-    found = [
-        name + form.parts[role][0] in tensors
-        and tensors[name + form.parts[role][0]][1].dtype in form.parts[role][1]
-        for role in form.required()
-    ]
-    return name if all(found) else None
-
-
-def _weight(
-    form: Format, name: str, tensors: Tensors, quantization: Quantization, where: str
-) -> Weight:
-    """A weight whose parts are there and fit each other and config.json."""
-    parts = {role: name + suffix for role, (suffix, _) in form.parts.items()}
-    parts = {role: part for role, part in parts.items() if part in tensors}
-    scheme = quantization.scheme(name)
-    if quantization.method is None:
-        scheme = Scheme((form.name,))
-    if scheme is None or form.name not in scheme.formats:
-        said = "is not quantized" if scheme is None else f"is {' or '.join(scheme.formats)}"
-        raise FormatError(f"{where} is stored as {form.name}, config.json says that it {said}")
-    if scheme.has_zero_points not in (None, "zero_points" in parts):
-        verb = "lacks" if scheme.has_zero_points else "has"
-        raise FormatError(f"{where} {verb} {name}_zero_point, against config.json")
-    entries = {role: tensors[part][1] for role, part in parts.items()}
-    weight = Weight(form.name, _shape(form, entries["codes"], where), parts)
-    return replace(weight, block=_block(form, weight, entries, scheme, where))
-
-
-def _shape(form: Format, codes: TensorEntry, where: str) -> tuple[int, ...]:
-    shape, groups = codes.shape, ()
-    if form.parts["codes"][0] == "_blocks" and shape:  # a group is an axis of its own
-        *shape, groups = shape
-        if groups * 2 != form.group:
-            raise FormatError(f"{where} has shape {list(codes.shape)}, expected [.., 16]")
-        shape[-1:] = [size * groups for size in shape[-1:]]
-    if len(shape) not in (2, 3) or not math.prod(shape):
-        raise FormatError(
-            f"{where} has shape {list(codes.shape)}, which is no matrix of {form.name} codes"
-        )
-    shape = (*shape[:-1], shape[-1] * _PER_ELEMENT[codes.dtype])
-    if form.group and shape[-1] % form.group:
-        raise FormatError(
-            f"{where} has rows of {shape[-1]} weights, which are no groups of {form.group}"
-        )
-    return shape
-
-
-def _block(
-    form: Format,
-    weight: Weight,
-    entries: Mapping[str, TensorEntry],
-    scheme: Scheme,
-    where: str,
-) -> tuple[int, int]:
-    """Rows and columns that share a scale, as the shapes of the parts bear out."""
-    rows, columns = weight.shape[-2:]
-    scales = entries["scales"]
-    if form.group:
-        choices = [(1, form.group)]
-    elif scheme.block is not None:
-        choices = [scheme.block]
-    elif form.name == "int4":
-        choices = [(1, columns // max(1, scales.shape[-1] if scales.shape else 1))]
-    else:
-        choices = [(rows, columns), (1, columns), (1, 32), (128, 128)]
-    for block in choices:
-        expected = _scale_shape(weight.shape, block)
-        if _trimmed(scales.shape) == _trimmed(expected):
-            break
-    else:
-        raise FormatError(
-            f"{where} has shape {list(weight.shape)}, {weight.parts['scales']} has "
-            f"{list(scales.shape)}, expected {list(_scale_shape(weight.shape, choices[-1]))}"
-        )
-    lead = weight.shape[:-2]
-    others = {
-        "factor": ((), lead),
-        "divisor": ((), lead),
-        "shape": ((len(weight.shape),),),
-        "zero_points": ((*lead, -(-rows // 8), columns // block[1]),),
-    }
-    for role, entry in entries.items():
-        if role in others and _trimmed(entry.shape) not in map(_trimmed, others[role]):
-            raise FormatError(
-                f"{where}: {weight.parts[role]} has shape {list(entry.shape)}, "
-                f"expected {list(others[role][-1])}"
-            )
-    return block
-
-
-def _scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+def scale_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+    """How many blocks a weight [..., out, in] has: [..., rows of them, columns]."""
     return (*shape[:-2], -(-shape[-2] // block[0]), -(-shape[-1] // block[1]))
-
-
-def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape without ones at its end, which one writer keeps and another leaves out."""
-    return shape if shape[-1:] != (1,) else _trimmed(shape[:-1])
-
-
-def _plain(folder: Path, tensors: Tensors, name: str) -> Weight:
-    """A tensor that is stored as it is; refuses codes and parts of a format that is not read."""
-    shard, entry = tensors[name]
-    where = f"{folder / shard}: tensor {name}"
-    if _OF_WEIGHTS.fullmatch(name):
-        raise FormatError(f"{where} is part of no weight in a format that convert reads")
-    is_narrow = DTYPE_BITS[entry.dtype] <= 8 and entry.dtype[0] == "F"
-    is_integer = entry.dtype in ("U8", "I8", "I32")
-    if is_narrow or (is_integer and name.endswith((".weight", "_packed", "_blocks"))):
-        raise FormatError(f"{where} is {entry.dtype}{_lacking(name, entry.dtype)}")
-    return Weight(entry.dtype, entry.shape, {"codes": name})
-
-
-def _lacking(name: str, dtype: str) -> str:
-    """What would have made codes a weight."""
-    wanted = []
-    for form in FORMATS:
-        suffix, dtypes = form.parts["codes"]
-        if dtype in dtypes and name.endswith(suffix):
-            stem = name.removesuffix(suffix)
-            rest = [form.parts[role] for role in form.required()[1:]]
-            wanted.append(" with ".join(f"{stem}{end} ({'/'.join(kind)})" for end, kind in rest))
-    if not wanted:
-        return ", codes that convert does not read"
-    return f" and without its scale, which would be {' or '.join(dict.fromkeys(wanted))}"
 
 
 def _read_parts(
@@ -374,7 +206,7 @@ def _decode(
     values = _code_values(parts["codes"]).reshape(shape)
     scales = parts["scales"]
     scales = e8m0_to_float32(scales) if _is_e8m0("scales", scales) else to_float32(scales)
-    scales = scales.reshape(_scale_shape(shape, weight.block))
+    scales = scales.reshape(scale_shape(shape, weight.block))
     of_all = (*[-1] * (len(shape) - 2), 1, 1)  # one number, or one for each of a stack
     if "factor" in parts:
         scales = scales * parts["factor"].reshape(of_all)

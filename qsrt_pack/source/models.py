@@ -1,7 +1,6 @@
 """Which tensors of a checkpoint are routed experts: a table by architecture, and its checks."""
 
 import re
-from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -220,31 +219,6 @@ def carried_tensors(
         return {name: (e.dtype, e.shape) for name, e in entries.items() if name not in left}
     weights = checkpoint.weights.items()
     return {name: weight.written for name, weight in weights if name not in routed}
-
-
-@dataclass(frozen=True)
-class SourceFormats:
-    """How many weights are stored in which format.
-
-    experts: of the routed experts' weights.   carried: of the others that are quantized.
-    """
-
-    experts: dict[str, int]
-    carried: dict[str, int]
-
-
-def source_formats(checkpoint: Checkpoint, experts: RoutedExperts) -> SourceFormats:
-    """Count the formats of a checkpoint."""
-    routed, carried = experts.tensor_names(), quantized_carried(checkpoint, experts)
-    counts = [Counter(checkpoint.weights[n].format for n in names) for names in (routed, carried)]
-    return SourceFormats(*map(dict, counts))
-
-
-def quantized_carried(checkpoint: Checkpoint, experts: RoutedExperts) -> list[str]:
-    """The quantized weights that are no routed expert's."""
-    routed = set(experts.tensor_names())
-    weights = checkpoint.weights.items()
-    return [name for name, weight in weights if not weight.is_plain and name not in routed]
 
 
 def one_layer_changes(experts: RoutedExperts, layer: int) -> dict[str, Any]:
