@@ -290,5 +290,47 @@ def test_compared_with_a_quantized_reference(
     assert 0 < ours["kl_mean"] == theirs["kl_mean"]
 
 
+@pytest.fixture
+def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """An FP8 checkpoint of two layers and an output whose conversion stopped after the first."""
+    value = checkpoints.config(num_experts=1, num_experts_per_tok=1)
+    value["quantization_config"] = KINDS["fp8_block"].config
+    weights = quantized.quantize(KINDS["fp8_block"], checkpoints.tensors(experts=1))
+    source = checkpoints.write_checkpoint(tmp_path / "model", config_value=value, weights=weights)
+    original = job._write_layer
+
+    def stopping(run: job.Job, folder: Path, layer: int, *rest: object) -> dict:
+        if layer == 1:
+            raise KeyboardInterrupt
+        return original(run, folder, layer, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "_write_layer", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            convert(source, tmp_path / "out")
+    return source, tmp_path / "out"
+
+
+def test_cv_7a_resumed_to_the_same_bytes(stopped: tuple[Path, Path], tmp_path: Path) -> None:
+    source, out = stopped
+    assert job.prepare(source, out, FAST).plan["finished_layers"] == [0]
+    convert(source, out)
+    whole = convert(source, tmp_path / "whole")
+    names = sorted(path.name for path in whole.iterdir())
+    assert names == sorted(path.name for path in out.iterdir())
+    assert all((whole / name).read_bytes() == (out / name).read_bytes() for name in names)
+
+
+def test_cv_7b_a_scale_changed_meanwhile(stopped: tuple[Path, Path]) -> None:
+    source, out = stopped
+    name = f"{checkpoints.expert_key(1, 0, 'up_proj')}_scale_inv"
+    shard, entry = open_checkpoint(source).tensors[name]
+    data = bytearray((source / shard).read_bytes())
+    data[entry.start] ^= 1
+    (source / shard).write_bytes(data)
+    with pytest.raises(FormatError, match=rf"source file {shard} was"):
+        convert(source, out)
+
+
 def test_experts_are_found_by_their_names(fp8: Path, plain: Path) -> None:
     assert find_experts(open_checkpoint(fp8)) == find_experts(open_checkpoint(plain))
