@@ -415,7 +415,7 @@ def decode(
 
 @main.command("eval")
 @click.argument("package", type=LOCATION)
-@click.option("--reference", type=LOCATION, required=True, help="The unquantized checkpoint.")
+@click.option("--reference", type=LOCATION, required=True, help="The checkpoint it was made from.")
 @click.option("--text", type=LOCATION, required=True, help="A UTF-8 text file.")
 @click.option("--window", type=click.IntRange(2), help="Tokens read at once [1024 or less].")
 @click.option("--windows", type=click.IntRange(1), help="How many windows [all].")

@@ -89,6 +89,7 @@ def _origin(package: Package) -> dict[str, Any]:
         "storage_schema": manifest["storage_schema"],
         "encoder_settings": package.encoder_settings if is_ours else None,
         "versions": producer["versions"] if is_ours else None,
+        "source_format": manifest.get("source_format"),
         "source_sha256": manifest["source"]["source_sha256"],
         "encoder_fingerprint": producer["encoder"]["fingerprint"],
         "producer_fingerprint": producer["fingerprint"],
@@ -101,7 +102,7 @@ def _file_report(path: Path) -> dict[str, Any]:
     codes = Counter(layer.format_codes.tolist())
     sizes = Counter(dict.fromkeys(_PACKAGE_BYTES, 0))
     sizes.update(_layer_sizes(path, layer))
-    absent = ("topk", "activations", "errors", "encoder_settings", "versions")
+    absent = ("topk", "activations", "errors", "encoder_settings", "versions", "source_format")
     return {
         **_contents(layer.geometry, [layer.layer], codes, sizes),
         **dict.fromkeys((*absent, "producer_fingerprint", "seal_sha256")),
@@ -344,6 +345,12 @@ def _origin_lines(report: dict[str, Any]) -> list[tuple[str, str]]:
         versions = report["versions"].items()
         lines.append(("encoder", ", ".join(stated)))
         lines.append(("versions", ", ".join(f"{k} {v or 'none':.60}" for k, v in versions)))
+    if (formats := report["source_format"]) is not None:
+        text = f"experts {', '.join(formats['experts'])}"
+        if formats["carried"]:
+            how = {"bf16": "decoded to bf16", "stored": "kept so"}[formats["carried_as"]]
+            text += f"; other tensors {', '.join(formats['carried'])}, {how}"
+        lines.append(("made from", text))
     for name, key in (
         ("source", "source_sha256"),
         ("encoder id", "encoder_fingerprint"),

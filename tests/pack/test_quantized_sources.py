@@ -13,7 +13,7 @@ from alphabet import write_tokenizer
 from click.testing import CliRunner
 from quantized import KINDS, is_quantized
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
 import qsrt_runtime.integrations.transformers  # noqa: F401 (registers the method)
 from qsrt_pack import job, plan
@@ -21,6 +21,7 @@ from qsrt_pack.calibration import calibrate
 from qsrt_pack.cli import main
 from qsrt_pack.encode.expert import Settings
 from qsrt_pack.evaluate import evaluate
+from qsrt_pack.inspect import describe, inspect
 from qsrt_pack.restore import DensePackage, decode_package
 from qsrt_pack.source.checkpoint import open_checkpoint, read_weight
 from qsrt_pack.source.models import find_experts
@@ -131,13 +132,17 @@ def test_packed_as_what_it_decodes_to(tmp_path: Path, kind: str) -> None:
     validate(found, deep=True, show_progress=False)
 
 
-def test_transformers_reads_the_same_weights(fp8: Path) -> None:
-    """Its own loading of the FP8 checkpoint, which dequantizes without a GPU."""
+@pytest.mark.parametrize("kind", ["fp8_block", "fp8_ue8m0", "mxfp4_packed"])
+def test_transformers_reads_the_same_weights(tmp_path: Path, kind: str) -> None:
+    """Of those that it dequantizes without a GPU, whole, and without rounding to bfloat16."""
+    source, options = small(tmp_path / "model", kind), {}
+    if KINDS[kind].config["quant_method"] == "compressed-tensors":
+        options["quantization_config"] = CompressedTensorsConfig(dequantize=True)
     model, info = AutoModelForCausalLM.from_pretrained(
-        fp8, dtype=torch.float32, output_loading_info=True
+        source, dtype=torch.float32, output_loading_info=True, **options
     )
     assert not info["missing_keys"]
-    opened, state = open_checkpoint(fp8), model.state_dict()
+    opened, state = open_checkpoint(source), model.state_dict()
     assert torch.equal(state[QUERY], read_weight(opened, QUERY))
     key = "model.layers.0.mlp.experts.down_proj"
     expert = checkpoints.expert_key(0, 0, "down_proj")
@@ -177,6 +182,12 @@ def test_kept_tensors_are_as_they_were(fp8: Path, kept: Path, package: Path) -> 
     validate(kept, deep=True, show_progress=False)
     layers = (folder / "qsrt-layer-000.safetensors" for folder in (kept, package))
     assert len({path.read_bytes() for path in layers}) == 1
+
+
+def test_inspect_says_the_format(kept: Path, package: Path) -> None:
+    for folder, how in ((kept, "kept so"), (package, "decoded to bf16")):
+        report = inspect(folder, show_progress=False)
+        assert f"experts fp8; other tensors fp8, {how}\n" in describe(report)
 
 
 def test_transformers_refuses_kept_tensors_by_name(kept: Path) -> None:

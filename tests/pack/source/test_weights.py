@@ -122,6 +122,8 @@ def test_scales_of_activations_and_caches_go_with_the_format(tmp_path: Path) -> 
     opened = write(tmp_path, named(make("nvfp4_modelopt", 128, 256)) | more, kind.config)
     assert set(opened.weights) == {NAME, "layer.proj.bias", "layer.norm.scale"}
     assert opened.weights[NAME].others == ("layer.proj.input_scale",)
+    unsaid = write(tmp_path / "unsaid", named(make("nvfp4_modelopt", 128, 256)) | more)
+    assert set(unsaid.weights) == set(opened.weights)
     plain = write(tmp_path / "plain", {"layer.attn.k_scale": torch.ones(())})
     assert set(plain.weights) == {"layer.attn.k_scale"}
 
