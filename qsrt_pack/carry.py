@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from qsrt_pack.assemble.package import GIT_ATTRIBUTES
+from qsrt_pack.assemble.package import GIT_ATTRIBUTES, build_config
 from qsrt_pack.assemble.shards import file_pieces, write_shards
 from qsrt_pack.source.census import quantized_carried, source_formats
 from qsrt_pack.source.checkpoint import Checkpoint, read_weight
@@ -24,7 +24,7 @@ def how_carried(checkpoint: Checkpoint, experts: RoutedExperts, loader: str) -> 
         return "bf16"
     if loader != "qsrt":
         raise FormatError(f"the {loader} loader reads no other quantization beside the experts'")
-    if checkpoint.config.get("quantization_config") is None:
+    if checkpoint.quantization_config is None:
         raise FormatError(
             f"{checkpoint.path} has quantized tensors and no quantization_config, without which no "
             "loader reads them; convert without keeping their format"
@@ -44,6 +44,14 @@ def source_format(
         "carried": sorted(formats.carried),
         "carried_as": carried_as,
     }
+
+
+def package_config(
+    checkpoint: Checkpoint, manifest: dict[str, Any], loader: str, carried_as: str
+) -> dict[str, Any]:
+    """The config.json of a checkpoint's package."""
+    kept = checkpoint.quantization_config if carried_as == "stored" else None
+    return build_config(checkpoint.model_config, manifest, loader, kept)
 
 
 def write_base(

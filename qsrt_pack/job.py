@@ -15,12 +15,11 @@ import torch
 
 from qsrt_pack.assemble.layer import layer_evidence, worst_experts
 from qsrt_pack.assemble.package import (
-    build_config,
     build_manifest,
     build_producer,
     library_versions,
 )
-from qsrt_pack.carry import how_carried, source_format, write_base
+from qsrt_pack.carry import how_carried, package_config, source_format, write_base
 from qsrt_pack.encode.expert import Settings
 from qsrt_pack.encode.viterbi import device_kind
 from qsrt_pack.output import (
@@ -264,7 +263,7 @@ def _is_result(
     return (
         manifest["producer"] == build_producer(settings.fingerprinted())
         and manifest.get("source_format", {}).get("carried_as", "bf16") == carried_as
-        and documents.config == build_config(checkpoint.config, manifest, loader)
+        and documents.config == package_config(checkpoint, manifest, loader, carried_as)
     )
 
 
@@ -429,7 +428,7 @@ def _write_documents(job: Job, folder: Path, source_sha256: str, evidence: Evide
         evidence=evidence,
         source_format=source_format(job.checkpoint, job.experts, job.carried_as),
     )
-    config = build_config(job.checkpoint.config, manifest, job.loader)
+    config = package_config(job.checkpoint, manifest, job.loader, job.carried_as)
     paths.write_file(folder / manifests.MANIFEST, schema.dump(manifest))
     paths.write_file(folder / manifests.CONFIG, schema.dump(config))
 

@@ -98,12 +98,16 @@ def _sizes(geometry: Geometry) -> dict[str, Any]:
 
 
 def build_config(
-    source_config: dict[str, Any], manifest: dict[str, Any], loader: str
+    model_config: dict[str, Any],
+    manifest: dict[str, Any],
+    loader: str,
+    kept_quantization: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """config.json: the source's, with the quantization_config of loader qsrt or kquant.
 
-    And with an entry that keeps transformers from loading it without qsrt_runtime. The source's own
-    quantization_config is left out, or moves into ours where carried tensors are stored in it.
+    And with an entry that keeps transformers from loading it without qsrt_runtime.
+    model_config: the source's without its quantization_config.   kept_quantization: that, where
+    carried tensors are stored as it says.
     """
     quantization: dict[str, Any] = {
         "quant_method": "qsrt",
@@ -113,8 +117,8 @@ def build_config(
         },
         "qsrt": manifests.descriptor(manifest),
     }
-    if manifest.get("source_format", {}).get("carried_as") == "stored":
-        quantization[manifests.DENSE_QUANTIZATION] = source_config["quantization_config"]
+    if kept_quantization is not None:
+        quantization[manifests.DENSE_QUANTIZATION] = kept_quantization
     if loader == "kquant":
         quantization |= {
             "quant_method": "modelopt",
@@ -123,7 +127,7 @@ def build_config(
         }
     schema.check(quantization, "descriptor", f"{manifests.CONFIG}: quantization_config")
     return {
-        **source_config,
+        **model_config,
         "quantization_config": quantization,
         manifests.TRANSFORMERS_WEIGHTS: manifests.IMPORT_FIRST,
     }

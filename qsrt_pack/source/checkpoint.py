@@ -52,7 +52,12 @@ class Checkpoint:
     @property
     def model_config(self) -> dict[str, Any]:
         """config.json of the decoded checkpoint."""
-        return {key: value for key, value in self.config.items() if key != quantization.KEY}
+        return quantization.without(self.config)
+
+    @property
+    def quantization_config(self) -> dict[str, Any] | None:
+        """What config.json says of quantized weights."""
+        return quantization.stated(self.config)
 
     def path_of(self, weight: Weight) -> Path:
         """The shard in which a weight's codes are."""
@@ -100,20 +105,18 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
 def read_weight(
     checkpoint: Checkpoint,
     name: str,
-    *,
     index: int | None = None,
     device: torch.device | None = None,
 ) -> torch.Tensor:
     """A weight by its logical name as float32, decoded; see formats.read_weight."""
     weight = checkpoint.weights[name]
-    return formats.read_weight(
-        checkpoint.path, checkpoint.tensors, weight, index=index, device=device
-    )
+    return formats.read_weight(checkpoint.path, checkpoint.tensors, weight, index, device)
 
 
-def check_finite(checkpoint: Checkpoint, name: str) -> None:
-    """Refuse a weight that holds a NaN or an infinity, naming the first position."""
-    formats.check_finite(checkpoint.path, checkpoint.tensors, checkpoint.weights[name], name)
+def check_finite(checkpoint: Checkpoint, name: str, index: int | None = None) -> None:
+    """Refuse a weight, or an index of a stack, with a NaN or an infinity, naming the first."""
+    weight = checkpoint.weights[name]
+    formats.check_finite(checkpoint.path, checkpoint.tensors, weight, name, index)
 
 
 def source_stamp(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:

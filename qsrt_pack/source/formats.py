@@ -110,33 +110,37 @@ def read_weight(
     folder: Path,
     tensors: Tensors,
     weight: Weight,
-    *,
     index: int | None = None,
     device: torch.device | None = None,
 ) -> torch.Tensor:
     """A weight as float32 [..., out, in] on a device; of a plain tensor in its own shape.
 
-    index: only this one of the leading axis. The device does not change a bit.
+    index: of a stack, or of a plain tensor, only this one of the leading axis.
+    The device does not change a bit.
     """
     parts = _read_parts(folder, tensors, weight, index)
     shape = weight.shape if index is None else weight.shape[1:]
     return _decode(weight, {role: part.to(device) for role, part in parts.items()}, shape)
 
 
-def check_finite(folder: Path, tensors: Tensors, weight: Weight, name: str) -> None:
+def check_finite(
+    folder: Path, tensors: Tensors, weight: Weight, name: str, index: int | None = None
+) -> None:
     """Refuse a weight with a NaN or an infinity in a part or its value, naming the position."""
-    stack = range(weight.shape[0]) if len(weight.shape) > 2 else (None,)
-    for index in stack:
-        parts = _read_parts(folder, tensors, weight, index)
-        for role, part in parts.items():
-            values = e8m0_to_float32(part) if _is_e8m0(role, part) else part
-            if values.dtype.is_floating_point:
-                where = f"{folder / tensors[weight.parts[role]][0]}: tensor {weight.parts[role]}"
-                _refuse_infinite(values, f"{where} holds", index)
-        if not weight.is_plain:
-            shape = weight.shape if index is None else weight.shape[1:]
-            where = f"{folder / tensors[weight.parts['codes']][0]}: weight {name}"
-            _refuse_infinite(_decode(weight, parts, shape), f"{where} decodes to", index)
+    if index is None and len(weight.shape) > 2:  # one in memory at a time
+        for each in range(weight.shape[0]):
+            check_finite(folder, tensors, weight, name, each)
+        return
+    parts = _read_parts(folder, tensors, weight, index)
+    for role, part in parts.items():
+        values = e8m0_to_float32(part) if _is_e8m0(role, part) else part
+        if values.dtype.is_floating_point:
+            where = f"{folder / tensors[weight.parts[role]][0]}: tensor {weight.parts[role]}"
+            _refuse_infinite(values, f"{where} holds", index)
+    if not weight.is_plain:
+        shape = weight.shape if index is None else weight.shape[1:]
+        where = f"{folder / tensors[weight.parts['codes']][0]}: weight {name}"
+        _refuse_infinite(_decode(weight, parts, shape), f"{where} decodes to", index)
 
 
 def _refuse_infinite(values: torch.Tensor, what: str, index: int | None) -> None:
@@ -167,7 +171,7 @@ def _read_parts(
             _check_stated_shape(folder / shard, name, entry, weight)
             continue
         if index is not None and entry.shape[:1] == weight.shape[:1]:
-            entry = _one_of_stack(entry, index)
+            entry = entry.at(index)
         if entry.dtype == "F4":
             entry = replace(entry, dtype="U8", shape=(*entry.shape[:-1], entry.shape[-1] // 2))
         if entry.dtype == "F8_E8M0":
@@ -182,12 +186,6 @@ def _check_stated_shape(path: Path, name: str, entry: TensorEntry, weight: Weigh
         raise FormatError(
             f"{path}: tensor {name} holds {found}, the codes are those of {list(weight.shape)}"
         )
-
-
-def _one_of_stack(entry: TensorEntry, index: int) -> TensorEntry:
-    size = (entry.end - entry.start) // entry.shape[0]
-    start = entry.start + index * size
-    return replace(entry, shape=entry.shape[1:], start=start, end=start + size)
 
 
 def _is_e8m0(role: str, part: torch.Tensor) -> bool:

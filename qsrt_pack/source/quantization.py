@@ -12,6 +12,7 @@ from qsrt_runtime.format import schema
 from qsrt_runtime.format.errors import FormatError
 
 KEY = "quantization_config"
+_TEXT = "text_config"  # where a model of images and text has its text model
 _LISTS = ("modules_to_not_convert", "ignored_layers", "exclude_modules", "ignore")
 _DEFAULT_BLOCK = (128, 128)  # of quant_method fp8 without weight_block_size, as in transformers
 _MODELOPT = {"FP8": "fp8", "NVFP4": "nvfp4"}
@@ -66,9 +67,24 @@ class Quantization:
         return None
 
 
+def stated(config: dict[str, Any]) -> Any:
+    """The quantization_config of a config.json, or of the text model in it; None without one."""
+    inner = config.get(_TEXT)
+    found = [level.get(KEY) for level in (config, inner) if isinstance(level, dict)]
+    return next((value for value in found if value is not None), None)
+
+
+def without(config: dict[str, Any]) -> dict[str, Any]:
+    """A config.json without any quantization_config."""
+    rest = {key: value for key, value in config.items() if key != KEY}
+    if isinstance(rest.get(_TEXT), dict):
+        rest[_TEXT] = {key: value for key, value in rest[_TEXT].items() if key != KEY}
+    return rest
+
+
 def read_quantization(config: dict[str, Any], where: str) -> Quantization:
     """Read config.json's quantization_config; FormatError for a method that is not read."""
-    value = config.get(KEY)
+    value = stated(config)
     if value is None:
         return Quantization(None, _modules([], where), ())
     where = f"{where}: {KEY}"

@@ -11,9 +11,24 @@ from quantized import KINDS, make, named, refused, write
 from qsrt_pack.source.census import source_formats
 from qsrt_pack.source.checkpoint import open_checkpoint
 from qsrt_pack.source.models import find_experts
+from qsrt_pack.source.quantization import KEY, read_quantization, stated, without
 from qsrt_runtime.format.errors import FormatError
 
 EXPERT = checkpoints.expert_key(1, 2, "up_proj")
+
+
+def test_of_a_text_model_inside_another() -> None:
+    """Stated there or above it; taken out of both."""
+    said = KINDS["int4"].config
+    inner = {"hidden_size": 8, "text_config": {"num_experts": 2, KEY: said}}
+    outer = {"hidden_size": 8, "text_config": {"num_experts": 2}, KEY: said}
+    bare = {"hidden_size": 8, "text_config": {"num_experts": 2}}
+    for config in (inner, outer):
+        assert stated(config) == said
+        assert without(config) == bare
+        assert read_quantization(config, "").method == "compressed-tensors"
+    assert stated(bare) is None
+    assert without(bare) == bare
 
 
 def changed(kind: str, **weights: object) -> dict:
