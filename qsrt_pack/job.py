@@ -125,7 +125,9 @@ def prepare(
         raise _changed(checkpoint)
     experts = find_experts(checkpoint)
     config_path = str(checkpoint.path / manifests.CONFIG)
-    manifests.check_config(checkpoint.config, experts.geometry, experts.topk, config_path)
+    manifests.check_config(
+        manifests.text_config(checkpoint.config), experts.geometry, experts.topk, config_path
+    )
     if statistics is not None:
         statistics.check_source(digest_small_files(checkpoint, statistics.document["source"]))
         _warn_of_missing_parts(statistics, settings)
@@ -313,10 +315,10 @@ def _open_state(job: Job, show_progress: bool) -> State:
     if found is not None:
         check_same(found, state, state_file(job.out))
         return found
-    names = job.experts.tensor_names()
-    with bar("scan experts", len(names), "tensors", show_progress) as advance:
-        for name in names:
-            check_finite(job.checkpoint, name)
+    blocks = job.experts.blocks()
+    with bar("scan experts", len(blocks), "tensors", show_progress) as advance:
+        for block in blocks:
+            check_finite(job.checkpoint, *block)
             advance(1)
     return state
 
@@ -413,6 +415,7 @@ def _write_documents(job: Job, folder: Path, source_sha256: str, evidence: Evide
         source_sha256=source_sha256,
         base_sha256=base_sha256,
         evidence=evidence,
+        expert_tensors=job.experts.naming.document(),
     )
     config = build_config(job.checkpoint.config, manifest, job.loader)
     paths.write_file(folder / manifests.MANIFEST, schema.dump(manifest))

@@ -65,7 +65,7 @@ def make_plan(
         "schema": "qsrt_plan_v1",
         "source": str(checkpoint.path),
         "output": str(out),
-        "expert_key": experts.architecture.expert_key,
+        "expert_key": experts.naming.template(),
         "model_type": experts.model_type,
         "layers": list(experts.layers),
         "finished_layers": sorted(finished),

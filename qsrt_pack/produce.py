@@ -115,8 +115,10 @@ def _weights(
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
     """The three matrices of an expert, float32 on a device."""
-    names = {m: experts.tensor_name(layer, expert, m) for m in atom.MATRICES}
-    return {m: to_float32(read_tensor(checkpoint, name).to(device)) for m, name in names.items()}
+    places = {m: experts.weight(layer, expert, m) for m in atom.MATRICES}
+    blocks = {place.block for place in places.values()}
+    found = {b: to_float32(read_tensor(checkpoint, *b).to(device)) for b in blocks}
+    return {m: place.of(found[place.block]).contiguous() for m, place in places.items()}
 
 
 def _measure(

@@ -1,6 +1,6 @@
 """Decode a package back into dense weights in the source's names and channel order."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,8 @@ import torch
 from qsrt_pack.assemble.shards import Spec, file_pieces, write_shards
 from qsrt_pack.output import check_output, replacing
 from qsrt_pack.progress import bar
-from qsrt_pack.source.models import ARCHITECTURES, MATRICES, check_package_config
+from qsrt_pack.source.models import RoutedExperts, packed_experts
+from qsrt_pack.source.naming import ExpertWeight
 from qsrt_runtime.format import decode, paths, schema
 from qsrt_runtime.format import manifest as manifests
 from qsrt_runtime.format.container import Layer
@@ -34,7 +35,7 @@ class DensePackage:
     """The dense tensors that an opened package decodes to.
 
     base: carried tensors by name, with the shard and place of their bytes.
-    experts: name of an expert's tensor -> (layer, expert, matrix).
+    experts: shape of every tensor of experts by name, in the source's own layout.
     Keeps the layer and the expert read last, so that reading in order decodes each once.
     """
 
@@ -51,15 +52,33 @@ class DensePackage:
             verify_file(self.package, shard)
             for name, entry in read_header(path / shard).tensors.items():
                 self.base[name] = (path / shard, entry)
-        check_package_config(self.package.documents, str(path / manifests.CONFIG))
+        routed = packed_experts(self.package.documents, str(path / manifests.CONFIG))
         _check_one_activation(self.package)
-        self.experts = _expert_names(self.package)
+        self.experts = routed.stored()
+        self._blocks = _blocks(routed)
         self._layer: tuple[int, Layer, dict[str, Any]] | None = None
         self._expert: tuple[int, int, dict[str, torch.Tensor]] | None = None
 
+    @property
+    def block_count(self) -> int:
+        """How many experts' parts there are in all tensors."""
+        return sum(map(len, self._blocks.values()))
+
     def expert_weight(self, name: str) -> torch.Tensor:
-        """One expert's decoded tensor [out, in] float32 in the source's channel order."""
-        number, expert, matrix = self.experts[name]
+        """A decoded tensor of experts, float32, of the source's shape and channel order."""
+        return torch.stack([*self.expert_blocks(name)]).view(self.experts[name])
+
+    def expert_blocks(self, name: str) -> Iterator[torch.Tensor]:
+        """The same by the leading axis of a stack, or the tensor whole where it is none."""
+        for (number, expert), parts in self._blocks[name].items():
+            shape = self.experts[name][-2:]
+            block = torch.full(shape, torch.nan)
+            for matrix, place in parts.items():
+                place.of(block).copy_(self._weight(number, expert, matrix))
+            yield block
+
+    def _weight(self, number: int, expert: int, matrix: str) -> torch.Tensor:
+        """One expert's decoded matrix [out, in] float32 in the source's channel order."""
         if self._expert is None or self._expert[:2] != (number, expert):
             layer, evidence = self._read_layer(number)
             order = manifests.low_to_high(
@@ -102,18 +121,24 @@ def decode_package(
         config["dtype"] = dtype
     with (
         replacing(out, overwrite=overwrite) as folder,
-        bar("decode", len(dense.experts), "tensors", show_progress) as advance,
+        bar("decode", dense.block_count, "tensors", show_progress) as advance,
     ):
 
         def payload(name: str) -> Iterable[bytes]:
             if name in dense.base:
                 shard, entry = dense.base[name]
                 return file_pieces(shard, entry.start, entry.end)
-            advance(1)
-            weight = dense.expert_weight(name).to(getattr(torch, kind))
-            if not torch.isfinite(weight).all():
-                raise FormatError(f"{path}: {name} does not fit into {kind}; give another --dtype")
-            return [tensor_data(weight)]
+            return decoded(name)
+
+        def decoded(name: str) -> Iterator[bytes]:
+            for block in dense.expert_blocks(name):
+                weight = block.to(getattr(torch, kind))
+                if not torch.isfinite(weight).all():
+                    raise FormatError(
+                        f"{path}: {name} does not fit into {kind}; give another --dtype"
+                    )
+                yield tensor_data(weight)
+                advance(1)
 
         index = write_shards(folder, _specs(dense, DTYPES[kind]), payload)
         paths.write_file(folder / manifests.INDEX, schema.dump(index))
@@ -141,7 +166,7 @@ def source_order(
 
 def _check_one_activation(package: Package) -> None:
     """A dense checkpoint has one activation for all experts; refuse what it cannot say."""
-    hidden_act = package.documents.config["hidden_act"]
+    hidden_act = manifests.text_config(package.documents.config).get("hidden_act", "silu")
     for layer in package.layers:
         found = manifests.activations(package.documents.manifest, hidden_act, layer)
         for expert, activation in enumerate(found):
@@ -152,28 +177,19 @@ def _check_one_activation(package: Package) -> None:
                 )
 
 
-def _expert_names(package: Package) -> dict[str, tuple[int, int, str]]:
-    architecture = ARCHITECTURES[package.documents.config["model_type"]]
-    return {
-        architecture.expert_key.format(layer=layer, expert=expert, part=part): (
-            layer,
-            expert,
-            matrix,
-        )
-        for layer in package.layers
-        for expert in range(package.geometry.experts)
-        for matrix, part in zip(MATRICES, architecture.parts, strict=True)
-    }
+def _blocks(experts: RoutedExperts) -> dict[str, dict[tuple[int, int], dict[str, ExpertWeight]]]:
+    """Of every tensor of experts: layer and expert of each of its blocks, and what matrices."""
+    tensors: dict[str, dict[tuple[int, int], dict[str, ExpertWeight]]] = {}
+    for layer, expert, matrix, weight in experts.weights():
+        blocks = tensors.setdefault(weight.tensor, {})
+        blocks.setdefault((layer, expert), {})[matrix] = weight
+    return tensors
 
 
 def _specs(dense: DensePackage, kind: str) -> dict[str, Spec]:
     """dtype and shape of every tensor of the dense checkpoint."""
-    hidden, intermediate = dense.package.geometry.hidden, dense.package.geometry.intermediate
-    specs = {name: (entry.dtype, entry.shape) for name, (_, entry) in dense.base.items()}
-    for name, (_, _, matrix) in dense.experts.items():
-        shape = (hidden, intermediate) if matrix == "w2" else (intermediate, hidden)
-        specs[name] = (kind, shape)
-    return specs
+    base = {name: (entry.dtype, entry.shape) for name, (_, entry) in dense.base.items()}
+    return base | {name: (kind, shape) for name, shape in dense.experts.items()}
 
 
 def _copy_side_files(package: Package, folder: Path) -> None:

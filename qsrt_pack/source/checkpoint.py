@@ -74,21 +74,23 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, config, tensors, shards, carried, left_out)
 
 
-def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    """One tensor as stored."""
+def read_tensor(checkpoint: Checkpoint, name: str, index: int | None = None) -> torch.Tensor:
+    """One tensor as stored, or one index of its leading axis, and nothing else of it."""
     shard, entry = checkpoint.tensors[name]
-    return tensorfile.read_tensor(checkpoint.path / shard, entry)
+    part = entry if index is None else entry.at(index)
+    return tensorfile.read_tensor(checkpoint.path / shard, part)
 
 
-def check_finite(checkpoint: Checkpoint, name: str) -> None:
-    """Refuse a tensor that holds a NaN or an infinity, naming the first position."""
-    tensor = read_tensor(checkpoint, name)
+def check_finite(checkpoint: Checkpoint, name: str, index: int | None = None) -> None:
+    """Refuse a tensor, or an index of it, that holds a NaN or an infinity, naming the first."""
+    tensor = read_tensor(checkpoint, name, index)
     bad = ~torch.isfinite(tensor)
     if bad.any():
         position = bad.nonzero()[0].tolist()
+        place = position if index is None else [index, *position]
         raise FormatError(
             f"{checkpoint.path / checkpoint.tensors[name][0]}: tensor {name} holds "
-            f"{tensor[tuple(position)].item()} at {position}; expected finite weights"
+            f"{tensor[tuple(position)].item()} at {place}; expected finite weights"
         )
 
 
