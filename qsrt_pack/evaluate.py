@@ -10,8 +10,10 @@ import torch
 import transformers
 from torch.nn.functional import log_softmax
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     PreTrainedModel,
 )
 
@@ -20,10 +22,12 @@ from qsrt_pack.progress import bar
 from qsrt_pack.restore import DensePackage, dense_config
 from qsrt_pack.source.checkpoint import digest_files, open_checkpoint
 from qsrt_pack.source.models import find_experts
+from qsrt_pack.source.naming import Naming
 from qsrt_pack.text import blaming, count_windows, read_text, tokenize
 from qsrt_pack.validate import bits_per_expert_weight
 from qsrt_runtime.format import schema
 from qsrt_runtime.format.errors import FormatError
+from qsrt_runtime.format.manifest import text_config
 from qsrt_runtime.format.package import Package
 from qsrt_runtime.format.tensorfile import read_tensor
 
@@ -50,11 +54,12 @@ def evaluate(
     transformers.utils.logging.disable_progress_bar()
     dense = DensePackage(path)
     checkpoint = open_checkpoint(reference)
-    find_experts(checkpoint)
+    naming = find_experts(checkpoint).naming
     data = read_text(text)
     with blaming(reference):
-        config = AutoConfig.from_pretrained(reference)
-    vocabulary = dense.package.documents.config.get("vocab_size", config.vocab_size)
+        config = AutoConfig.from_pretrained(reference).get_text_config()
+    packed_config = text_config(dense.package.documents.config)
+    vocabulary = packed_config.get("vocab_size", config.vocab_size)
     if config.vocab_size != vocabulary:
         raise FormatError(
             f"{reference} has a vocabulary of {config.vocab_size}, {path} of {vocabulary}"
@@ -62,7 +67,7 @@ def evaluate(
     tokens = tokenize(reference, data, vocabulary, text)
     longest = getattr(config, "max_position_embeddings", None)
     size, count = count_windows(len(tokens), longest, window, windows, text)
-    original, packed = _reference_model(reference), _packed_model(dense)
+    original, packed = _reference_model(reference, naming), _packed_model(dense)
     totals = _Totals()
     with bar("eval", count, "windows", show_progress) as advance, torch.inference_mode():
         for row in tokens[: count * size].unflatten(0, (count, size)):
@@ -148,12 +153,15 @@ class _Totals:
         }
 
 
-def _reference_model(reference: Path) -> PreTrainedModel:
+def _reference_model(reference: Path, naming: Naming) -> PreTrainedModel:
     with blaming(reference):
-        model, info = AutoModelForCausalLM.from_pretrained(
+        config = AutoConfig.from_pretrained(reference)
+        of_text = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        model_class = AutoModelForCausalLM if of_text else AutoModelForImageTextToText
+        model, info = model_class.from_pretrained(
             reference, dtype=torch.float32, output_loading_info=True
         )
-    return _complete(model, info, reference)
+    return _complete(model, info, naming, reference)
 
 
 def _packed_model(dense: DensePackage) -> PreTrainedModel:
@@ -170,14 +178,17 @@ def _packed_model(dense: DensePackage) -> PreTrainedModel:
         model, info = model_class.from_pretrained(
             None, config=config, state_dict=state, dtype=torch.float32, output_loading_info=True
         )
-    return _complete(model, info, path)
+    return _complete(model, info, dense.naming, path)
 
 
-def _complete(model: PreTrainedModel, info: dict[str, Any], path: Path) -> PreTrainedModel:
-    """The model, unless transformers made up, dropped or could not fit a tensor."""
+def _complete(
+    model: PreTrainedModel, info: dict[str, Any], naming: Naming, path: Path
+) -> PreTrainedModel:
+    """The model, unless transformers made up, dropped or could not fit a tensor that counts."""
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info[what]:
-            name = min(map(str, info[what]))
+        names = [name for name in map(str, info[what]) if not naming.is_nextn(name)]
+        if names:
+            name = min(names)
             raise FormatError(f"{path}: {what.replace('_', ' ')}, {name} for one")
     return model.eval()
 

@@ -54,6 +54,7 @@ class DensePackage:
                 self.base[name] = (path / shard, entry)
         routed = packed_experts(self.package.documents, str(path / manifests.CONFIG))
         _check_one_activation(self.package)
+        self.naming = routed.naming
         self.experts = routed.stored()
         self._blocks = _blocks(routed)
         self._layer: tuple[int, Layer, dict[str, Any]] | None = None

@@ -118,6 +118,12 @@ class Naming:
                 return self.count + int(match[1]), name[match.end() :]
         return None
 
+    def is_nextn(self, name: str) -> bool:
+        """Whether a tensor belongs to a layer of next-token prediction, which models leave out."""
+        layer, _ = self.parse(name) or (0, "")
+        apart = self.mtp_prefix is not None and name.startswith(self.mtp_prefix)
+        return apart or layer >= self.count
+
     def weight(self, layer: int, expert: int, matrix: str, out: int) -> ExpertWeight:
         """w1, w3 or w2 of an expert, with so many rows."""
         layout = self.layout
