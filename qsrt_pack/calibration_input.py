@@ -10,13 +10,14 @@ import transformers
 
 from qsrt_pack.assemble.package import library_versions
 from qsrt_pack.output import check_output, has_content
+from qsrt_pack.source.architectures import ARCHITECTURES
 from qsrt_pack.source.checkpoint import (
     Checkpoint,
     digest_small_files,
     open_checkpoint,
     source_stamp,
 )
-from qsrt_pack.source.models import ARCHITECTURES, RoutedExperts, find_experts
+from qsrt_pack.source.models import RoutedExperts, find_experts
 from qsrt_pack.state import differences, listed
 from qsrt_pack.statistics import DOCUMENT, Statistics, open_statistics
 from qsrt_pack.text import count_windows, read_text, tokenize

@@ -56,7 +56,8 @@ def inspect(path: Path, *, show_progress: bool = True) -> dict[str, Any]:
 
 def _package_report(package: Package, show_progress: bool) -> dict[str, Any]:
     check_base(package)
-    manifest, hidden_act = package.documents.manifest, package.documents.config.get("hidden_act")
+    manifest = package.documents.manifest
+    hidden_act = manifests.text_config(package.documents.config).get("hidden_act")
     codes, acts, experts = Counter(), Counter(silu=0, situ=0), []
     sizes = _file_sizes(package)
     with bar("layers", len(package.layers), "layers", show_progress) as advance:

@@ -128,7 +128,9 @@ def prepare(
         raise _changed(checkpoint)
     experts = find_experts(checkpoint)
     config_path = str(checkpoint.path / manifests.CONFIG)
-    manifests.check_config(checkpoint.config, experts.geometry, experts.topk, config_path)
+    manifests.check_config(
+        manifests.text_config(checkpoint.config), experts.geometry, experts.topk, config_path
+    )
     carried_as = how_carried(checkpoint, experts, loader) if keep_dense_format else "bf16"
     if statistics is not None:
         statistics.check_source(digest_small_files(checkpoint, statistics.document["source"]))
@@ -324,12 +326,12 @@ def _open_state(job: Job, show_progress: bool) -> State:
     if found is not None:
         check_same(found, state, state_file(job.out))
         return found
-    names = job.experts.tensor_names()
+    blocks = job.experts.blocks()
     if job.carried_as == "bf16":
-        names += quantized_carried(job.checkpoint, job.experts)
-    with bar("scan weights", len(names), "tensors", show_progress) as advance:
-        for name in names:
-            check_finite(job.checkpoint, name)
+        blocks += [(name, None) for name in quantized_carried(job.checkpoint, job.experts)]
+    with bar("scan weights", len(blocks), "tensors", show_progress) as advance:
+        for block in blocks:
+            check_finite(job.checkpoint, *block)
             advance(1)
     return state
 
@@ -427,6 +429,7 @@ def _write_documents(job: Job, folder: Path, source_sha256: str, evidence: Evide
         base_sha256=base_sha256,
         evidence=evidence,
         source_format=source_format(job.checkpoint, job.experts, job.carried_as),
+        expert_tensors=job.experts.naming.document(),
     )
     config = package_config(job.checkpoint, manifest, job.loader, job.carried_as)
     paths.write_file(folder / manifests.MANIFEST, schema.dump(manifest))

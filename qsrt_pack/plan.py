@@ -70,7 +70,7 @@ def make_plan(
         "schema": "qsrt_plan_v1",
         "source": str(checkpoint.path),
         "output": str(out),
-        "expert_key": experts.architecture.expert_key,
+        "expert_key": experts.naming.template(),
         "expert_formats": formats.experts,
         "carried_formats": formats.carried,
         "carried_as": carried_as,

@@ -114,8 +114,10 @@ def _weights(
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
     """The three matrices of an expert, float32 on a device."""
-    names = {m: experts.tensor_name(layer, expert, m) for m in atom.MATRICES}
-    return {m: read_weight(checkpoint, name, device=device) for m, name in names.items()}
+    places = {m: experts.weight(layer, expert, m) for m in atom.MATRICES}
+    blocks = {place.block for place in places.values()}
+    found = {block: read_weight(checkpoint, *block, device) for block in blocks}
+    return {m: place.of(found[place.block]).contiguous() for m, place in places.items()}
 
 
 def _measure(

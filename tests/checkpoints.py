@@ -10,6 +10,8 @@ from safetensors.torch import save_file
 HIDDEN, INTERMEDIATE, LAYERS, EXPERTS, TOPK, VOCABULARY = 128, 256, 2, 4, 2, 64
 INDEX = "model.safetensors.index.json"
 PARTS = ("gate_proj", "up_proj", "down_proj")
+# How expert_key names them, for a manifest.
+NAMED = {"layout": "each", "prefix": "model.", "mtp_prefix": None}
 
 
 def expert_key(layer: int, expert: int, part: str) -> str:

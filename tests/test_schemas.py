@@ -7,6 +7,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from qsrt_pack.source import models
+from qsrt_pack.source.architectures import ARCHITECTURES
 from qsrt_runtime.format import codebook, container, geometry, manifest
 
 SCHEMAS = Path(__file__).parents[1] / "schemas"
@@ -73,6 +74,11 @@ def test_manifest_schema_states_the_constants_of_the_code() -> None:
     fields = _load("manifest.schema.json")["properties"]
     assert fields["storage_schema"] == {"const": container.FRUIT}
     assert fields["producer"]["properties"]["name"] == {"const": manifest.PRODUCER}
+    named = fields["expert_tensors"]["properties"]
+    assert named["prefix"]["enum"] == [*models.PREFIXES]
+    assert named["mtp_prefix"]["enum"] == [None, models.MTP_PREFIX]
+    layouts = {layout.name for each in ARCHITECTURES.values() for layout in each.layouts}
+    assert set(named["layout"]["enum"]) == layouts
     parameters = fields["activation_parameters"]["properties"]
     assert parameters["situ_beta"] == {"const": manifest.SITU_BETA}
     assert parameters["situ_linear_beta"] == {"const": manifest.SITU_LINEAR_BETA}

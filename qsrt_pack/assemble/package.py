@@ -31,6 +31,7 @@ def build_manifest(
     source_sha256: str,
     base_sha256: str,
     evidence: dict[int, dict[str, Any]],
+    expert_tensors: dict[str, str | None],
     source_format: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """qsrt-manifest.json. evidence: the evidence document of each layer.
@@ -38,6 +39,7 @@ def build_manifest(
     encoder_settings: every setting that can change a byte of a layer file.
     base_sha256: the digest over the base shards and the index that were written.
     source_format: of a quantized source, the manifest's field of that name.
+    expert_tensors: how the source names its experts.
     """
     value = {
         "schema": "kquant_qsrt_model_manifest_v1",
@@ -52,6 +54,7 @@ def build_manifest(
         "source": {"source_kind": manifests.SOURCE_KIND, "source_sha256": source_sha256},
         "base_model": {"manifest_sha256": base_sha256},
         "geometry": {"layers": sorted(evidence), "topk": topk, **_sizes(geometry)},
+        "expert_tensors": expert_tensors,
         "activation_parameters": {
             "situ_beta": manifests.SITU_BETA,
             "situ_linear_beta": manifests.SITU_LINEAR_BETA,

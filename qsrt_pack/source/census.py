@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from qsrt_pack.source.checkpoint import Checkpoint
-from qsrt_pack.source.models import RoutedExperts
+from qsrt_pack.source.config import RoutedExperts
 
 
 @dataclass(frozen=True)
@@ -20,13 +20,13 @@ class SourceFormats:
 
 def source_formats(checkpoint: Checkpoint, experts: RoutedExperts) -> SourceFormats:
     """Count the formats of a checkpoint."""
-    routed, carried = experts.tensor_names(), quantized_carried(checkpoint, experts)
+    routed, carried = experts.stored(), quantized_carried(checkpoint, experts)
     counts = [Counter(checkpoint.weights[n].format for n in names) for names in (routed, carried)]
     return SourceFormats(*map(dict, counts))
 
 
 def quantized_carried(checkpoint: Checkpoint, experts: RoutedExperts) -> list[str]:
     """The quantized weights that are no routed expert's."""
-    routed = set(experts.tensor_names())
+    routed = experts.stored()
     weights = checkpoint.weights.items()
     return [name for name, weight in weights if not weight.is_plain and name not in routed]

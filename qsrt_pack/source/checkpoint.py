@@ -96,10 +96,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, config, tensors, weights, shards, carried, left_out)
 
 
-def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    """One tensor as stored."""
+def read_tensor(checkpoint: Checkpoint, name: str, index: int | None = None) -> torch.Tensor:
+    """One tensor as stored, or one index of its leading axis, and nothing else of it."""
     shard, entry = checkpoint.tensors[name]
-    return tensorfile.read_tensor(checkpoint.path / shard, entry)
+    part = entry if index is None else entry.at(index)
+    return tensorfile.read_tensor(checkpoint.path / shard, part)
 
 
 def read_weight(

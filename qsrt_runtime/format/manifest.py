@@ -79,6 +79,12 @@ def layers_of(manifest: dict[str, Any]) -> list[int]:
     return sorted(int(key) for key in manifest["layers"])
 
 
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """What config.json says of the text model: its `text_config`, if it has one, over the rest."""
+    inner = config.get("text_config")
+    return {**config, **inner} if isinstance(inner, dict) else config
+
+
 def descriptor(manifest: dict[str, Any]) -> dict[str, Any]:
     """The `qsrt` block of config.json that agrees with a manifest."""
     return {
@@ -129,7 +135,7 @@ def check_documents(documents: Documents, where: str) -> None:
     if documents.manifest["storage_schema"] == container.FRUIT:
         fields = documents.manifest["geometry"]
         geometry = geometry_of(documents.manifest)
-        check_config(documents.config, geometry, fields["topk"], f"{where}/{CONFIG}")
+        check_config(text_config(documents.config), geometry, fields["topk"], f"{where}/{CONFIG}")
     _check_descriptor(documents, f"{where}/{CONFIG}")
     _check_marker(documents, f"{where}/{MARKER}")
     _check_activations(documents, where)
@@ -326,11 +332,11 @@ def _check_descriptor(documents: Documents, where: str) -> None:
 
 def _check_activations(documents: Documents, where: str) -> None:
     """The default activation is the model's own; SiTU has the parameters that the format fixes."""
-    config, used = documents.config, set()
+    config, used = text_config(documents.config), set()
     for layer in layers_of(documents.manifest):
         used |= set(activations(documents.manifest, config.get("hidden_act"), layer))
         entry = documents.manifest["layers"][str(layer)]
-        if "activation" in entry:
+        if "activation" in entry and config.get("hidden_act") is not None:
             at = f"layers.{layer}.activation.default"
             default = entry["activation"]["default"]
             _require_equal(default, config.get("hidden_act"), at, f"{where}/{MANIFEST}", CONFIG)

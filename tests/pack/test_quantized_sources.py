@@ -343,5 +343,36 @@ def test_cv_7b_a_scale_changed_meanwhile(stopped: tuple[Path, Path]) -> None:
         convert(source, out)
 
 
+@pytest.mark.parametrize("kind", ["fp8_block", "mxfp4_blocks", "nvfp4_packed", "int4_asymmetric"])
+def test_experts_in_a_quantized_stack(tmp_path: Path, kind: str) -> None:
+    """transformers' own stacks in a format, with gate before up, as the experts one by one."""
+    experts, generator = 2, torch.Generator().manual_seed(0)
+    said = {**KINDS[kind].config, "ignore": ["re:.*self_attn.*"]}
+    value = small_config(num_experts=experts, quantization_config=said)
+    plain = checkpoints.tensors(layers=1, experts=experts)
+    stacked = {name: tensor for name, tensor in plain.items() if ".experts." not in name}
+    for name, shape in (("gate_up_proj", (512, 128)), ("down_proj", (128, 256))):
+        parts = [KINDS[kind].make(generator, *shape) for _ in range(experts)]
+        name = f"model.layers.0.mlp.experts.{name}"
+        stacked |= {name + suffix: part for suffix, part in quantized.stack(parts).items()}
+    options = {"config_value": value, "weights": stacked}
+    source = open_checkpoint(checkpoints.write_checkpoint(tmp_path / "model", **options))
+    each = {name: tensor for name, tensor in plain.items() if ".experts." not in name}
+    for expert in range(experts):
+        both = read_weight(source, "model.layers.0.mlp.experts.gate_up_proj", expert)
+        down = read_weight(source, "model.layers.0.mlp.experts.down_proj", expert)
+        matrices = (both[:256].clone(), both[256:].clone(), down)
+        for part, matrix in zip(checkpoints.PARTS, matrices, strict=True):
+            each[checkpoints.expert_key(0, expert, part)] = matrix
+    options = {"config_value": small_config(num_experts=experts), "weights": each}
+    twin = checkpoints.write_checkpoint(tmp_path / "each", **options)
+    name = "qsrt-layer-000.safetensors"
+    found, expected = (
+        load_file(convert(path, path.with_name(f"{path.name}-qsrt")) / name)
+        for path in (source.path, twin)
+    )
+    assert all(torch.equal(found[key], expected[key]) for key in found)
+
+
 def test_experts_are_found_by_their_names(fp8: Path, plain: Path) -> None:
     assert find_experts(open_checkpoint(fp8)) == find_experts(open_checkpoint(plain))
