@@ -220,3 +220,17 @@ def refused(folder: Path, parts: Parts, config: object, message: str) -> None:
     """The weight of these parts is refused with a message."""
     with pytest.raises(FormatError, match=message):
         write(folder, named(parts), config)
+
+
+def stack(each: list[Parts]) -> Parts:
+    """The parts of several weights on a leading axis."""
+    raw = torch.uint8  # there is no stack of the narrow dtypes
+    stacked = {
+        suffix: torch.stack([parts[suffix].view(raw) for parts in each]).view(part.dtype)
+        if part.dtype.itemsize == 1
+        else torch.stack([parts[suffix] for parts in each])
+        for suffix, part in each[0].items()
+    }
+    if "_shape" in stacked:
+        stacked["_shape"] = torch.tensor([len(each), *each[0]["_shape"].tolist()])
+    return stacked

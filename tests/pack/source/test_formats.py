@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 import pytest
+import quantized
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
@@ -143,15 +144,7 @@ def test_one_of_a_stack(tmp_path: Path, kind: str) -> None:
     """Weights on a leading axis, one of which is read alone."""
     generator = torch.Generator().manual_seed(0)
     each = [KINDS[kind].make(generator, 128, 256) for _ in range(3)]
-    raw = torch.uint8  # there is no stack of the narrow dtypes
-    stack = {
-        suffix: torch.stack([p[suffix].view(raw) for p in each]).view(part.dtype)
-        if part.dtype.itemsize == 1
-        else torch.stack([p[suffix] for p in each])
-        for suffix, part in each[0].items()
-    }
-    if "_shape" in stack:
-        stack["_shape"] = torch.tensor([3, 128, 256])
+    stack = quantized.stack(each)
     opened = write(tmp_path, named(stack, "experts.up"), KINDS[kind].config)
     assert opened.weights["experts.up"].shape == (3, 128, 256)
     check_finite(opened, "experts.up")

@@ -148,7 +148,8 @@ def test_an_expert_that_is_plain_against_the_config(tmp_path: Path) -> None:
     checkpoints.write_checkpoint(tmp_path / "bad", config_value=value, **args)
     with pytest.raises(FormatError, match=f"{EXPERT} is BF16, config.json's quantization_config"):
         find_experts(open_checkpoint(tmp_path / "bad"))
-    value["quantization_config"]["modules_to_not_convert"] = [EXPERT.removesuffix(".weight")]
+    listed = {"modules_to_not_convert": [EXPERT.removesuffix(".weight")]}
+    value["quantization_config"] = {**value["quantization_config"], **listed}
     checkpoints.write_checkpoint(tmp_path / "good", config_value=value, **args)
     opened = open_checkpoint(tmp_path / "good")
     counts = source_formats(opened, find_experts(opened))
