@@ -87,9 +87,13 @@ _BLOCKS = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure
 @pytest.mark.parametrize(
     ("form", "weights", "scales"),
     [
-        ("float-quantized", _BLOCKS, torch.rand(2, 3) / 100),
-        ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}, torch.rand(1)),
-        ("mxfp8-quantized", _MXFP8, torch.randint(110, 120, (200, 10), dtype=torch.uint8)),
+        ("float-quantized", _BLOCKS, torch.linspace(0.001, 0.01, 6).view(2, 3)),
+        (
+            "float-quantized",
+            {"num_bits": 8, "type": "float", "strategy": "tensor"},
+            torch.tensor([0.7]),
+        ),
+        ("mxfp8-quantized", _MXFP8, torch.arange(110, 120, dtype=torch.uint8).repeat(200, 1)),
     ],
 )
 def test_other_scales_of_fp8(
