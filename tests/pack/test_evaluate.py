@@ -4,21 +4,18 @@ import hashlib
 import json
 import math
 import shutil
-import string
 from collections.abc import Callable
 from pathlib import Path
 
 import checkpoints
 import pytest
 import torch
-from checkpoints import config, write_checkpoint
+from checkpoints import ALPHABET, config, write_checkpoint, write_tokenizer
 from safetensors.torch import load_file, save_file
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
-    PreTrainedTokenizerFast,
     Qwen3VLMoeConfig,
 )
 
@@ -31,16 +28,7 @@ from qsrt_runtime.format import schema
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.package import seal
 
-ALPHABET = string.ascii_letters + string.digits + " ."
 TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with 12 dozen liquor jugs. " * 5
-
-
-def write_tokenizer(folder: Path) -> None:
-    """One token for each character of the alphabet."""
-    vocabulary = {character: number for number, character in enumerate(ALPHABET)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="."))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
 def one_layer_model(folder: Path, *, tied: bool = False, seed: int = 0) -> Path:
