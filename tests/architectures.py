@@ -120,7 +120,7 @@ KINDS = {
     "deepseek_v2": Kind((1,), LATENT),
     "deepseek_v3": Kind((1,), LATENT),
     "deepseek_v32": Kind((1,), {**LATENT, **BY_KIND, **INDEXER}),
-    "kimi_linear": Kind((1,), {**LATENT, **BY_KIND}),
+    "kimi_linear": Kind((1,), {**LATENT, **BY_KIND, "linear_num_heads": 2, "linear_head_dim": 32}),
     "dots1": Kind((1,), {"n_shared_experts": 1, **FIRST_DENSE}),
     "glm4_moe": Kind((1,), FIRST_DENSE),
     "glm4_moe_lite": Kind((1,), {**LATENT, **BY_KIND}),
