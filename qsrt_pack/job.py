@@ -19,6 +19,7 @@ from qsrt_pack.assemble.package import (
     build_producer,
     library_versions,
 )
+from qsrt_pack.calibrate.statistics import LayerRows
 from qsrt_pack.carry import how_carried, package_config, source_format, write_base
 from qsrt_pack.encode.expert import Settings
 from qsrt_pack.encode.viterbi import device_kind
@@ -226,12 +227,18 @@ def assist(
     if remaining:
         ranks.agree(_facts(settings, digest_files(checkpoint) if ranks.leads_machine else None))
     for layer in remaining:
-        rows = statistics and statistics.layer(layer)
+        rows = _rows(statistics, experts, layer)
         for _ in produce_layer(checkpoint, experts, settings, devices, layer, ranks, rows):
             pass
         if source_stamp(checkpoint) != stamp:
             raise _changed(checkpoint)
     ranks.told(None)  # rank 0 has sealed the package
+
+
+def _rows(statistics: Statistics | None, experts: RoutedExperts, layer: int) -> LayerRows | None:
+    """What calibration knows of a layer; it runs none of next-token prediction."""
+    runs = layer < experts.naming.count
+    return statistics.layer(layer) if statistics is not None and runs else None
 
 
 def _facts(settings: Settings, source: dict[str, str] | None) -> dict[str, Any]:
@@ -377,7 +384,7 @@ def _write_layer(
     entries = []
     with LayerWriter(path, geometry, layer, source_sha256, fingerprint) as writer:
         source = (job.checkpoint, job.experts, job.settings, job.devices)
-        rows = job.statistics and job.statistics.layer(layer)
+        rows = _rows(job.statistics, job.experts, layer)
         for expert in produce_layer(*source, layer, ranks, rows):
             entry, stored = expert.entry, (expert.bundles, expert.shared_scales, expert.modes)
             writer.write_bundles(entry["expert"], *stored)

@@ -36,7 +36,6 @@ class Architecture:
     layouts: in which its experts are read.   router: the name of the router's weight, [E, H],
     below the layer's.   intermediate, topk, activation: their keys; an activation of None is SiLU.
     layers: the rule that leaves layers dense, where the family has it.
-    is_calibrated: whether calibrate can run one of its layers alone.
     """
 
     layouts: tuple[Layout, ...]
@@ -46,7 +45,6 @@ class Architecture:
     activation: str | None = "hidden_act"
     activations: tuple[str, ...] = ("silu",)
     layers: LayerRule = LayerRule()
-    is_calibrated: bool = False
 
     def keys(self) -> set[str]:
         """The keys of config.json that it reads of all."""
@@ -150,13 +148,23 @@ ARCHITECTURES = {  # by the model_type of the text model
     "mimo_v2_flash": _DEEPSEEK,
     "minimax": _MIXTRAL,
     "minimax_m2": _MIXTRAL,
-    "mixtral": replace(_MIXTRAL, is_calibrated=True),
+    "mixtral": _MIXTRAL,
     "olmoe": replace(_PLAIN, intermediate="intermediate_size"),
     "phimoe": _MIXTRAL,
     "qwen2_moe": _QWEN,
     "qwen3_5_moe_text": _PLAIN,
-    "qwen3_moe": replace(_QWEN, is_calibrated=True),
+    "qwen3_moe": _QWEN,
     "qwen3_next": _QWEN,
     "qwen3_vl_moe_text": replace(_QWEN, layouts=(_MLP[1], _transposed(_MLP[1]))),
     "solar_open": _DEEPSEEK,
 }
+# Those of which a layer alone, as a model of one layer, is what it is in the whole model.
+CALIBRATED = frozenset(
+    {
+        *("bailing_hybrid", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1"),
+        *("ernie4_5_moe", "exaone_moe", "flex_olmo", "glm4_moe", "glm4_moe_lite"),
+        *("hunyuan_v1_moe", "hy_v3", "kimi_linear", "lfm2_moe", "mellum", "mimo_v2_flash"),
+        *("minimax", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe"),
+        *("qwen3_next", "solar_open"),
+    }
+)

@@ -116,15 +116,19 @@ def carried_tensors(
     return {name: weight.written for name, weight in weights if name not in routed}
 
 
+def outer_names(checkpoint: Checkpoint, experts: RoutedExperts) -> list[str]:
+    """The tensors that lie in no layer, none of next-token prediction either."""
+    naming = experts.naming
+    names = [name for name in checkpoint.weights if naming.parse(name) is None]
+    return [name for name in names if not name.startswith(MTP_PREFIX)]
+
+
 def one_layer_changes(experts: RoutedExperts, layer: int) -> dict[str, Any]:
     """What config.json of one layer alone says besides the layer's share of its lists."""
     rule, dense = experts.architecture.layers, layer not in experts.layers
-    changes: dict[str, Any] = {}
-    if rule.step is not None:
-        changes[rule.step] = 1
-    if rule.dense is not None:
-        changes[rule.dense] = [0] if dense else []
-    return changes
+    changes = {rule.first: int(dense), rule.last: 0, rule.dense: [0] if dense else []}
+    changes |= {rule.step: 1, rule.listed: [] if dense else [0]}
+    return {key: value for key, value in changes.items() if key is not None}
 
 
 def _is_expert(name: str) -> bool:

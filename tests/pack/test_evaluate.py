@@ -10,8 +10,7 @@ from pathlib import Path
 import checkpoints
 import pytest
 import torch
-from alphabet import ALPHABET, write_tokenizer
-from checkpoints import config, write_checkpoint
+from checkpoints import ALPHABET, config, write_checkpoint, write_tokenizer
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
 from transformers import (

@@ -9,7 +9,6 @@ import pytest
 import quantized
 import torch
 import transformers
-from alphabet import write_tokenizer
 from click.testing import CliRunner
 from quantized import KINDS, is_quantized
 from safetensors.torch import load_file
@@ -271,7 +270,7 @@ def test_st_5b_a_scale_that_is_no_number(tmp_path: Path, name: str) -> None:
 @pytest.fixture(scope="module")
 def text(fp8: Path, plain: Path) -> Path:
     for folder in (fp8, plain):
-        write_tokenizer(folder)
+        checkpoints.write_tokenizer(folder)
     path = fp8.with_name("text.txt")
     path.write_text("The quick brown fox jumps over the lazy dog. " * 8)
     return path
