@@ -19,6 +19,7 @@ _PER_ELEMENT = {"F8_E4M3": 1, "F4": 1, "U8": 2, "I32": 8}  # weights in an eleme
 # Of activations and caches; they say nothing of a weight and go with the format.
 _OF_ACTIVATIONS = re.compile(r"(.+)\.(input_scale|activation_scale|input_global_scale)")
 _OF_CACHES = re.compile(r".+\.[kv]_scale")
+# Parts that are some weight's; left over, they belong to a format that is not read.
 _OF_WEIGHTS = re.compile(
     r".+(\.weight_(g_idx|global_scale|scale|scale_2|scale_inv|scales|shape|zero_point)"
     r"|_proj_scales|\.pre_quant_scale)"
