@@ -155,6 +155,13 @@ KINDS = {
         layout="transposed",
     ),
 }
+# Refused: experts that the format cannot say.
+REFUSED = {
+    "gpt_oss": Kind(changes=ONE),
+    "nemotron_h": Kind(
+        changes={"layers_block_type": ["moe"], "moe_shared_expert_intermediate_size": 64}
+    ),
+}
 # Those whose class transformers lacks: the same names and config as another's.
 NAMES_ONLY = {"kimi_k2": "deepseek_v3", "bailing_moe": "glm4_moe", "bailing_moe_v2": "glm4_moe"}
 IDS = torch.arange(24)[None] % 96
@@ -162,7 +169,7 @@ IDS = torch.arange(24)[None] % 96
 
 def make_config(name, **changes):
     """changes: to the kind's own, of those keys that the config has."""
-    kind = KINDS[name]
+    kind = (KINDS | REFUSED)[name]
     text = kind.text or name
     defaults = AutoConfig.for_model(text).to_dict()
     values = {key: value for key, value in SIZES.items() if key in defaults} | kind.changes
@@ -181,7 +188,7 @@ def write_model(path, name, **changes):
 
     changes: as make_config takes them.
     """
-    kind = KINDS[name]
+    kind = (KINDS | REFUSED)[name]
     torch.manual_seed(0)
     auto = AutoModelForCausalLM if kind.text is None else AutoModelForImageTextToText
     model = auto.from_config(make_config(name, **changes)).to(torch.bfloat16).eval()

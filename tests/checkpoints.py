@@ -15,7 +15,7 @@ INDEX = "model.safetensors.index.json"
 ALPHABET = string.ascii_letters + string.digits + " ."
 PARTS = ("gate_proj", "up_proj", "down_proj")
 # How expert_key names them, for a manifest.
-NAMED = {"layout": "each", "prefix": "model.", "mtp_prefix": None}
+NAMED = {"layout": "each", "prefix": "model.", "mtp_layout": None}
 
 
 def expert_key(layer: int, expert: int, part: str) -> str:

@@ -76,9 +76,9 @@ def test_manifest_schema_states_the_constants_of_the_code() -> None:
     assert fields["producer"]["properties"]["name"] == {"const": manifest.PRODUCER}
     named = fields["expert_tensors"]["properties"]
     assert named["prefix"]["enum"] == [*models.PREFIXES]
-    assert named["mtp_prefix"]["enum"] == [None, models.MTP_PREFIX]
     layouts = {layout.name for each in ARCHITECTURES.values() for layout in each.layouts}
     assert set(named["layout"]["enum"]) == layouts
+    assert set(named["mtp_layout"]["enum"]) == {None, *layouts}
     parameters = fields["activation_parameters"]["properties"]
     assert parameters["situ_beta"] == {"const": manifest.SITU_BETA}
     assert parameters["situ_linear_beta"] == {"const": manifest.SITU_LINEAR_BETA}

@@ -52,13 +52,14 @@ class RoutedExperts:
                 for matrix in MATRICES:
                     yield layer, expert, matrix, self.weight(layer, expert, matrix)
 
-    def stored_shape(self, matrix: str) -> tuple[int, ...]:
-        """The shape of the tensors that hold w1, w3 or w2."""
-        return self.naming.layout.stored_shape(matrix, self.shape(matrix), self.geometry.experts)
+    def stored_shape(self, layer: int, matrix: str) -> tuple[int, ...]:
+        """The shape of the tensors that hold w1, w3 or w2 of a layer."""
+        layout = self.naming.layout_of(layer)
+        return layout.stored_shape(matrix, self.shape(matrix), self.geometry.experts)
 
     def stored(self) -> dict[str, tuple[int, ...]]:
         """The shape of every tensor of experts."""
-        return {w.tensor: self.stored_shape(matrix) for _, _, matrix, w in self.weights()}
+        return {w.tensor: self.stored_shape(layer, m) for layer, _, m, w in self.weights()}
 
     def blocks(self) -> list[tuple[str, int | None]]:
         """All that is read at once: tensors, or indices of stacks."""

@@ -17,7 +17,7 @@ from qsrt_pack.source.config import (
 )
 from qsrt_pack.source.dtypes import PLAIN
 from qsrt_pack.source.formats import FORMATS
-from qsrt_pack.source.naming import MATRICES, Naming
+from qsrt_pack.source.naming import MATRICES, MTP_PREFIX, Naming
 from qsrt_pack.source.quantization import read_quantization
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.manifest import (
@@ -40,7 +40,6 @@ _UNSUPPORTED = {  # keys that would change what experts compute or how they are 
     "transformers_weights": "its file is not read",
 }
 PREFIXES = (MODEL_PREFIX, "model.language_model.", "language_model.model.")
-MTP_PREFIX = "mtp."
 _EXPERT = re.compile(r"(?:^|\.)(?:experts|block_sparse_moe\.(?:in|out)put_linear)\.")
 
 
@@ -90,14 +89,15 @@ def packed_experts(documents: Documents, where: str) -> RoutedExperts:
 def _packed_naming(experts: RoutedExperts, stated: dict[str, Any], where: str) -> Naming:
     """How the manifest says that the source named its experts."""
     layouts = {layout.name: layout for layout in experts.architecture.layouts}
-    if stated["layout"] not in layouts:
-        raise FormatError(
-            f"{where}: {experts.model_type} has its experts {' or '.join(layouts)}; "
-            f"expert_tensors.layout of the manifest is {stated['layout']!r}"
-        )
-    return Naming(
-        layouts[stated["layout"]], stated["prefix"], experts.naming.count, stated["mtp_prefix"]
-    )
+    found = {}
+    for key in ("layout", "mtp_layout"):
+        if stated[key] not in (*layouts, None):
+            raise FormatError(
+                f"{where}: {experts.model_type} has its experts {' or '.join(layouts)}; "
+                f"expert_tensors.{key} of the manifest is {stated[key]!r}"
+            )
+        found[key] = layouts.get(stated[key])
+    return Naming(prefix=stated["prefix"], count=experts.naming.count, **found)
 
 
 def carried_tensors(
@@ -160,35 +160,42 @@ def _check_supported(checkpoint: Checkpoint, where: str) -> None:
 
 
 def _find_naming(checkpoint: Checkpoint, experts: RoutedExperts) -> Naming:
-    """The naming that the first expert's tensor fits; of two that name alike, by its shape."""
     names = [name for name in checkpoint.weights if _is_expert(name)]
-    mtp = MTP_PREFIX if any(name.startswith(MTP_PREFIX) for name in names) else None
-    candidates = [
-        Naming(layout, prefix, experts.naming.count, mtp)
-        for prefix in PREFIXES
-        for layout in experts.architecture.layouts
-    ]
+    apart = [name for name in names if name.startswith(MTP_PREFIX)]
+    layouts, count = experts.architecture.layouts, experts.naming.count
+    usual = [Naming(layout, prefix, count) for prefix in PREFIXES for layout in layouts]
+    naming = _choose(checkpoint, experts, usual, [n for n in names if n not in apart] or names)
+    if not apart:
+        return naming
+    return _choose(
+        checkpoint, experts, [replace(naming, mtp_layout=layout) for layout in layouts], apart
+    )
+
+
+def _choose(
+    checkpoint: Checkpoint, experts: RoutedExperts, candidates: list[Naming], names: list[str]
+) -> Naming:
+    """The naming of the first expert tensor that one has; of two that name alike, by its shape."""
     for name in names:
-        named = [naming for naming in candidates if _expert_of(naming, name) is not None]
-        fitting = [naming for naming in named if _fits(checkpoint, experts, naming)]
-        if named and not name.startswith(MTP_PREFIX):
+        named = [naming for naming in candidates if naming.expert_of(name) is not None]
+        if named:
+            fitting = [naming for naming in named if _fits(checkpoint, experts, naming, name)]
             return (fitting or named)[0]
     raise _unknown_layout(checkpoint, experts, names[0])
 
 
-def _expert_of(naming: Naming, name: str) -> int | None:
-    parsed = naming.parse(name)
-    return None if parsed is None else naming.layout.expert_of(parsed[1])
+def _fits(checkpoint: Checkpoint, experts: RoutedExperts, naming: Naming, name: str) -> bool:
+    """Whether the tensors of a layer's first expert have the shapes of a naming.
 
-
-def _fits(checkpoint: Checkpoint, experts: RoutedExperts, naming: Naming) -> bool:
-    """Whether the first expert's tensors have the shapes of a naming."""
+    name: of a tensor of the layer.
+    """
     experts = replace(experts, naming=naming)
+    layer, _ = naming.parse(name) or (0, "")
     for matrix in MATRICES:
-        name = experts.weight(experts.layers[0], 0, matrix).tensor
-        if name not in checkpoint.weights:
+        tensor = experts.weight(layer, 0, matrix).tensor
+        if tensor not in checkpoint.weights:
             return False
-        if checkpoint.weights[name].shape != experts.stored_shape(matrix):
+        if checkpoint.weights[tensor].shape != experts.stored_shape(layer, matrix):
             return False
     return True
 
@@ -213,7 +220,7 @@ def _check_names(
     naming, layers, found = experts.naming, set(experts.layers), set()
     for name, weight in checkpoint.weights.items():
         where = f"{checkpoint.path_of(weight)}: tensor {name:.200}"
-        layer, inner = naming.parse(name) or (None, "")
+        layer, _ = naming.parse(name) or (None, "")
         limit = _limit(naming, nextn)
         if layer is not None and (layer >= limit or not name.startswith(naming.path(layer))):
             raise FormatError(
@@ -222,7 +229,7 @@ def _check_names(
             )
         if not _is_expert(name):
             continue
-        expert = naming.layout.expert_of(inner)
+        expert = naming.expert_of(name)
         if layer is None or expert is None:
             raise _unknown_layout(checkpoint, experts, name)
         if layer < naming.count and layer not in layers:
@@ -242,7 +249,7 @@ def _check_names(
 
 def _limit(naming: Naming, nextn: int | None) -> int:
     """The number that all layers are below. nextn: as for _check_names."""
-    if naming.mtp_prefix is not None and nextn is None:
+    if naming.mtp_layout is not None and nextn is None:
         return naming.count + MAX_LAYERS
     return naming.count + (nextn or 0)
 
@@ -264,7 +271,7 @@ def _check_routers(checkpoint: Checkpoint, experts: RoutedExperts) -> None:
 def _check_tensors(checkpoint: Checkpoint, experts: RoutedExperts) -> None:
     said = read_quantization(checkpoint.config, f"{checkpoint.path}/config.json")
     for layer, expert, matrix, place in experts.weights():
-        name, shape = place.tensor, experts.stored_shape(matrix)
+        name, shape = place.tensor, experts.stored_shape(layer, matrix)
         if name not in checkpoint.weights:
             what = {"w1": "gate", "w3": "up", "w2": "down"}[matrix]
             raise FormatError(

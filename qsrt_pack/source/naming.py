@@ -7,6 +7,7 @@ from functools import cache
 import torch
 
 MATRICES = ("w1", "w3", "w2")  # gate, up, down
+MTP_PREFIX = "mtp."
 _NUMBER = r"(0|[1-9]\d{0,8})"
 
 
@@ -80,27 +81,35 @@ class Naming:
     """The names of a checkpoint's experts.
 
     prefix: of `layers.0`, with its dot.   count: the layers that config.json counts; those of
-    next-token prediction have the numbers from there on.   mtp_prefix: where these lie, numbered
-    from 0; None where they lie with the others.
+    next-token prediction have the numbers from there on.   mtp_layout: that of these if they are
+    named apart, below MTP_PREFIX and from 0; None where they are named like the others.
     """
 
     layout: Layout
     prefix: str
     count: int
-    mtp_prefix: str | None = None
+    mtp_layout: Layout | None = None
 
     def document(self) -> dict[str, str | None]:
         """A manifest's `expert_tensors`."""
         return {
             "layout": self.layout.name,
             "prefix": self.prefix,
-            "mtp_prefix": self.mtp_prefix,
+            "mtp_layout": self.mtp_layout and self.mtp_layout.name,
         }
+
+    def is_apart(self, layer: int) -> bool:
+        """Whether a layer is named below MTP_PREFIX."""
+        return self.mtp_layout is not None and layer >= self.count
+
+    def layout_of(self, layer: int) -> Layout:
+        """The layout of a layer's experts."""
+        return self.mtp_layout if self.mtp_layout and self.is_apart(layer) else self.layout
 
     def path(self, layer: int) -> str:
         """What the names of a layer's tensors begin with."""
-        if self.mtp_prefix is not None and layer >= self.count:
-            return f"{self.mtp_prefix}layers.{layer - self.count}."
+        if self.is_apart(layer):
+            return f"{MTP_PREFIX}layers.{layer - self.count}."
         return f"{self.prefix}layers.{layer}."
 
     def template(self) -> str:
@@ -112,21 +121,25 @@ class Naming:
         match = _pattern(self.prefix + "layers.{}.").match(name)
         if match is not None:
             return int(match[1]), name[match.end() :]
-        if self.mtp_prefix is not None:
-            match = _pattern(self.mtp_prefix + "layers.{}.").match(name)
+        if self.mtp_layout is not None:
+            match = _pattern(MTP_PREFIX + "layers.{}.").match(name)
             if match is not None:
                 return self.count + int(match[1]), name[match.end() :]
         return None
 
+    def expert_of(self, name: str) -> int | None:
+        """The expert that a tensor belongs to, 0 for a stack, None for no such."""
+        layer, inner = self.parse(name) or (0, "")
+        return self.layout_of(layer).expert_of(inner)
+
     def is_nextn(self, name: str) -> bool:
         """Whether a tensor belongs to a layer of next-token prediction, which models leave out."""
         layer, _ = self.parse(name) or (0, "")
-        apart = self.mtp_prefix is not None and name.startswith(self.mtp_prefix)
-        return apart or layer >= self.count
+        return layer >= self.count or (self.is_apart(self.count) and name.startswith(MTP_PREFIX))
 
     def weight(self, layer: int, expert: int, matrix: str, out: int) -> ExpertWeight:
         """w1, w3 or w2 of an expert, with so many rows."""
-        layout = self.layout
+        layout = self.layout_of(layer)
         first = out if matrix == "w3" and layout.up == layout.gate else 0
         return ExpertWeight(
             self.path(layer) + layout.template(matrix).format(expert=expert),

@@ -202,6 +202,20 @@ def test_names_alone(tmp_path, name, repository):
 
 
 @pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gpt_oss", r"experts\.\w+_proj_bias is a bias of experts"),
+        ("nemotron_h", r"mlp_hidden_act is 'relu2'; packed experts compute down\(silu"),
+    ],
+)
+def test_refused_by_what_is_not_supported(tmp_path, name, message):
+    """CF-5a, CF-5c."""
+    write_model(tmp_path / "model", name)
+    with pytest.raises(FormatError, match=message):
+        find_experts(open_checkpoint(tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
     ("name", "prefix"), [("deepseek_v3", "model.layers.2."), ("qwen3_next", "mtp.layers.0.")]
 )
 def test_layers_of_next_token_prediction(tmp_path, name, prefix):

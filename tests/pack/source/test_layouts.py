@@ -71,7 +71,8 @@ def same_layers(one: Path, other: Path) -> bool:
 
 def fused(weights: Weights, layers: int, experts: int) -> Weights:
     """The same with gate_up_proj [E, 2I, H] and down_proj [E, H, I] of each layer."""
-    out = {name: tensor for name, tensor in weights.items() if ".experts." not in name}
+    prefixes = tuple(f"model.layers.{layer}.mlp.experts." for layer in range(layers))
+    out = {name: tensor for name, tensor in weights.items() if not name.startswith(prefixes)}
     for layer in range(layers):
         gate, up, down = (
             torch.stack([weights[expert_key(layer, e, part)] for e in range(experts)])
@@ -266,10 +267,14 @@ def mtp(weights: Weights, layer: int) -> Weights:
     return {n.replace(f"model.layers.{layer}.", "mtp.layers.0."): t for n, t in weights.items()}
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_cf_3a_layers_of_next_token_prediction_are_packed(tmp_path: Path, apart: bool) -> None:
+@pytest.mark.parametrize(("apart", "stacked"), [(False, 0), (True, 0), (True, 1)])
+def test_cf_3a_layers_of_next_token_prediction_are_packed(
+    tmp_path: Path, apart: bool, stacked: int
+) -> None:
+    """Named apart, they may be in a layout of their own."""
     weights = checkpoints.tensors(layers=2, experts=1)
     source = mtp(weights, 1) if apart else weights
+    source = fused(source, stacked, 1) if apart else source
     sizes = {"num_experts": 1, "num_hidden_layers": 1}
     value = small_config(**sizes, num_nextn_predict_layers=None if apart else 1)
     write_checkpoint(tmp_path / "model", weights=source, config_value=value)
@@ -353,7 +358,7 @@ def test_cf_5c_no_activation(tmp_path: Path, weights: Weights) -> None:
         ("layout", "transposed", r"qwen3_moe has its experts each or stacked; .* 'transposed'"),
         ("layout", "folded", r"expert_tensors\.layout: 'folded' is not one of"),
         ("prefix", "encoder.", r"expert_tensors\.prefix: 'encoder\.' is not one of"),
-        ("mtp_prefix", "other.", r"expert_tensors\.mtp_prefix: 'other\.' is not one of"),
+        ("mtp_layout", "transposed", r"expert_tensors\.mtp_layout of the manifest is 'transposed'"),
     ],
 )
 def test_a_package_in_a_layout_that_its_model_has_not(
