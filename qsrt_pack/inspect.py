@@ -56,7 +56,8 @@ def inspect(path: Path, *, show_progress: bool = True) -> dict[str, Any]:
 
 def _package_report(package: Package, show_progress: bool) -> dict[str, Any]:
     check_base(package)
-    manifest, hidden_act = package.documents.manifest, package.documents.config.get("hidden_act")
+    manifest = package.documents.manifest
+    hidden_act = manifests.text_config(package.documents.config).get("hidden_act")
     codes, acts, experts = Counter(), Counter(silu=0, situ=0), []
     sizes = _file_sizes(package)
     with bar("layers", len(package.layers), "layers", show_progress) as advance:
@@ -89,6 +90,7 @@ def _origin(package: Package) -> dict[str, Any]:
         "storage_schema": manifest["storage_schema"],
         "encoder_settings": package.encoder_settings if is_ours else None,
         "versions": producer["versions"] if is_ours else None,
+        "source_format": manifest.get("source_format"),
         "source_sha256": manifest["source"]["source_sha256"],
         "encoder_fingerprint": producer["encoder"]["fingerprint"],
         "producer_fingerprint": producer["fingerprint"],
@@ -101,7 +103,7 @@ def _file_report(path: Path) -> dict[str, Any]:
     codes = Counter(layer.format_codes.tolist())
     sizes = Counter(dict.fromkeys(_PACKAGE_BYTES, 0))
     sizes.update(_layer_sizes(path, layer))
-    absent = ("topk", "activations", "errors", "encoder_settings", "versions")
+    absent = ("topk", "activations", "errors", "encoder_settings", "versions", "source_format")
     return {
         **_contents(layer.geometry, [layer.layer], codes, sizes),
         **dict.fromkeys((*absent, "producer_fingerprint", "seal_sha256")),
@@ -344,6 +346,12 @@ def _origin_lines(report: dict[str, Any]) -> list[tuple[str, str]]:
         versions = report["versions"].items()
         lines.append(("encoder", ", ".join(stated)))
         lines.append(("versions", ", ".join(f"{k} {v or 'none':.60}" for k, v in versions)))
+    if (formats := report["source_format"]) is not None:
+        text = f"experts {', '.join(formats['experts'])}"
+        if formats["carried"]:
+            how = {"bf16": "decoded to bf16", "stored": "kept so"}[formats["carried_as"]]
+            text += f"; other tensors {', '.join(formats['carried'])}, {how}"
+        lines.append(("made from", text))
     for name, key in (
         ("source", "source_sha256"),
         ("encoder id", "encoder_fingerprint"),

@@ -11,6 +11,7 @@ import torch
 from qsrt_pack.encode.expert import Settings, modes_tried, scale_search_weights
 from qsrt_pack.encode.viterbi import search
 from qsrt_pack.guide import row_bytes
+from qsrt_pack.source.census import source_formats
 from qsrt_pack.source.checkpoint import Checkpoint
 from qsrt_pack.source.models import RoutedExperts, carried_tensors
 from qsrt_pack.statistics import Statistics
@@ -44,13 +45,17 @@ def make_plan(
     finished: Collection[int] = (),
     devices: tuple[torch.device, ...] = (torch.device("cpu"),),
     statistics: Statistics | None = None,
+    carried_as: str = "bf16",
 ) -> dict[str, Any]:
     """The plan document, schema `plan`. Runs a short probe of the search to tell the time.
 
-    finished: layers that a stopped run has left.
+    finished: layers that a stopped run has left.   carried_as: see carried_tensors.
     """
     geometry = experts.geometry
-    base = carried_tensors(checkpoint, experts)
+    base, formats = (
+        carried_tensors(checkpoint, experts, carried_as),
+        source_formats(checkpoint, experts),
+    )
     base_bytes = sum(tensor_bytes(*spec) for spec in base.values())
     side_bytes = sum((checkpoint.path / name).stat().st_size for name in checkpoint.carried)
     layer_bytes = container.layer_file_bytes(geometry)
@@ -65,7 +70,10 @@ def make_plan(
         "schema": "qsrt_plan_v1",
         "source": str(checkpoint.path),
         "output": str(out),
-        "expert_key": experts.architecture.expert_key,
+        "expert_key": experts.naming.template(),
+        "expert_formats": formats.experts,
+        "carried_formats": formats.carried,
+        "carried_as": carried_as,
         "model_type": experts.model_type,
         "layers": list(experts.layers),
         "finished_layers": sorted(finished),
@@ -109,6 +117,7 @@ def describe(plan: dict[str, Any]) -> str:
         calibration = f"by {plan['calibration']}, {plan['calibration_bytes']:,} bytes"
     lines = [
         ("model", f"{plan['source']} ({plan['model_type']})"),
+        ("stored in", _describe_formats(plan)),
         ("package", plan["output"]),
         (
             "experts",
@@ -140,6 +149,19 @@ def describe(plan: dict[str, Any]) -> str:
     if plan["left_out_files"]:
         lines.append(("not carried", ", ".join(plan["left_out_files"])))
     return "\n".join(f"{name:<12}{value}" for name, value in lines)
+
+
+def _describe_formats(plan: dict[str, Any]) -> str:
+    """`fp8 (experts); 12 other weights in fp8, written as bf16`."""
+    text = f"{', '.join(plan['expert_formats'])} (experts)"
+    if plan["carried_formats"]:
+        how = {
+            "bf16": "written as bf16",
+            "stored": "carried as they are, for a loader that reads them",
+        }
+        count, names = sum(plan["carried_formats"].values()), ", ".join(plan["carried_formats"])
+        text += f"; {count} other weights in {names}, {how[plan['carried_as']]}"
+    return text
 
 
 def probe(method: str, device: torch.device) -> float:

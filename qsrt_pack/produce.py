@@ -19,8 +19,7 @@ from qsrt_pack.encode.ordered import one_thread, ordered_mean_square, ordered_su
 from qsrt_pack.encode.viterbi import search
 from qsrt_pack.guide import ACTIVATIONS, UNGUIDED, Guided, make_guide, row_bytes
 from qsrt_pack.ranks import Ranks
-from qsrt_pack.source.checkpoint import Checkpoint, read_tensor
-from qsrt_pack.source.dtypes import to_float32
+from qsrt_pack.source.checkpoint import Checkpoint, read_weight
 from qsrt_pack.source.models import RoutedExperts
 from qsrt_pack.workers import THREADS, in_order
 from qsrt_runtime.format import atom, decode
@@ -115,8 +114,10 @@ def _weights(
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
     """The three matrices of an expert, float32 on a device."""
-    names = {m: experts.tensor_name(layer, expert, m) for m in atom.MATRICES}
-    return {m: to_float32(read_tensor(checkpoint, name).to(device)) for m, name in names.items()}
+    places = {m: experts.weight(layer, expert, m) for m in atom.MATRICES}
+    blocks = {place.block for place in places.values()}
+    found = {block: read_weight(checkpoint, *block, device) for block in blocks}
+    return {m: place.of(found[place.block]).contiguous() for m, place in places.items()}
 
 
 def _measure(

@@ -6,7 +6,7 @@ from typing import Any
 
 from qsrt_pack.encode.ordered import root_mean_square
 from qsrt_pack.progress import bar
-from qsrt_pack.source.models import check_package_config
+from qsrt_pack.source.models import packed_experts
 from qsrt_runtime.format import decode, schema
 from qsrt_runtime.format import manifest as manifests
 from qsrt_runtime.format.container import Layer
@@ -37,7 +37,7 @@ def validate(path: Path, *, deep: bool = False, show_progress: bool = True) -> d
             verify_file(package, name, advance)
     check_base(package)
     if package.documents.is_ours:
-        check_package_config(package.documents, str(path / manifests.CONFIG))
+        packed_experts(package.documents, str(path / manifests.CONFIG))
     geometry = package.geometry
     with bar("layers", len(package.layers) * geometry.experts, "experts", show_progress) as advance:
         for number in package.layers:

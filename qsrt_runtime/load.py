@@ -158,7 +158,7 @@ def load_layer(
     atoms = staging.read(
         place.path, place.slab + slots.start * place.stride, len(slots) * place.stride
     )
-    hidden_act = package.documents.config.get("hidden_act")
+    hidden_act = manifests.text_config(package.documents.config).get("hidden_act")
     names = manifests.activations(package.documents.manifest, hidden_act, layer)
     activations = [manifests.ACTIVATIONS.index(name) for name in names]
     return LayerWeights(

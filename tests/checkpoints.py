@@ -1,15 +1,21 @@
 """Tiny checkpoints in Hub layout, made from a random generator."""
 
 import json
+import string
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 HIDDEN, INTERMEDIATE, LAYERS, EXPERTS, TOPK, VOCABULARY = 128, 256, 2, 4, 2, 64
 INDEX = "model.safetensors.index.json"
+ALPHABET = string.ascii_letters + string.digits + " ."
 PARTS = ("gate_proj", "up_proj", "down_proj")
+# How expert_key names them, for a manifest.
+NAMED = {"layout": "each", "prefix": "model.", "mtp_layout": None}
 
 
 def expert_key(layer: int, expert: int, part: str) -> str:
@@ -111,6 +117,14 @@ def write_checkpoint(
     (path / "config.json").write_text(json.dumps(config_value or config()))
     (path / "generation_config.json").write_text('{"eos_token_id": 0}\n')
     return path
+
+
+def write_tokenizer(folder: Path) -> None:
+    """One token for each character of the alphabet."""
+    vocabulary = {character: number for number, character in enumerate(ALPHABET)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="."))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
 def write_mixtral(path: Path) -> Path:

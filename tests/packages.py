@@ -69,6 +69,7 @@ def write_package(
         source_sha256=SOURCE,
         base_sha256=schema.digest({name: paths.sha256_file(path / name) for name in names}),
         evidence=evidence,
+        expert_tensors=checkpoints.NAMED,
     )
     sizes = {
         "hidden_size": geometry.hidden,

@@ -31,11 +31,15 @@ def build_manifest(
     source_sha256: str,
     base_sha256: str,
     evidence: dict[int, dict[str, Any]],
+    expert_tensors: dict[str, str | None],
+    source_format: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """qsrt-manifest.json. evidence: the evidence document of each layer.
 
     encoder_settings: every setting that can change a byte of a layer file.
     base_sha256: the digest over the base shards and the index that were written.
+    source_format: of a quantized source, the manifest's field of that name.
+    expert_tensors: how the source names its experts.
     """
     value = {
         "schema": "kquant_qsrt_model_manifest_v1",
@@ -50,6 +54,7 @@ def build_manifest(
         "source": {"source_kind": manifests.SOURCE_KIND, "source_sha256": source_sha256},
         "base_model": {"manifest_sha256": base_sha256},
         "geometry": {"layers": sorted(evidence), "topk": topk, **_sizes(geometry)},
+        "expert_tensors": expert_tensors,
         "activation_parameters": {
             "situ_beta": manifests.SITU_BETA,
             "situ_linear_beta": manifests.SITU_LINEAR_BETA,
@@ -66,6 +71,8 @@ def build_manifest(
             for layer, document in evidence.items()
         },
     }
+    if source_format is not None:
+        value["source_format"] = source_format
     schema.check(value, "manifest", manifests.MANIFEST)
     return value
 
@@ -94,11 +101,16 @@ def _sizes(geometry: Geometry) -> dict[str, Any]:
 
 
 def build_config(
-    source_config: dict[str, Any], manifest: dict[str, Any], loader: str
+    model_config: dict[str, Any],
+    manifest: dict[str, Any],
+    loader: str,
+    kept_quantization: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """config.json: the source's, with the quantization_config of loader qsrt or kquant.
 
     And with an entry that keeps transformers from loading it without qsrt_runtime.
+    model_config: the source's without its quantization_config.   kept_quantization: that, where
+    carried tensors are stored as it says.
     """
     quantization: dict[str, Any] = {
         "quant_method": "qsrt",
@@ -108,6 +120,8 @@ def build_config(
         },
         "qsrt": manifests.descriptor(manifest),
     }
+    if kept_quantization is not None:
+        quantization[manifests.DENSE_QUANTIZATION] = kept_quantization
     if loader == "kquant":
         quantization |= {
             "quant_method": "modelopt",
@@ -116,7 +130,7 @@ def build_config(
         }
     schema.check(quantization, "descriptor", f"{manifests.CONFIG}: quantization_config")
     return {
-        **source_config,
+        **model_config,
         "quantization_config": quantization,
         manifests.TRANSFORMERS_WEIGHTS: manifests.IMPORT_FIRST,
     }

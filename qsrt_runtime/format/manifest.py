@@ -29,6 +29,9 @@ STORAGE_FORMAT = "qsrt_atoms_v1"
 # shows this, where it would start the experts at random.
 TRANSFORMERS_WEIGHTS = "transformers_weights"
 IMPORT_FIRST = "first import qsrt_runtime.integrations.transformers, then load this package"
+# The key of our quantization_config under which the source's own stands, where the tensors that
+# are no routed expert's are in the source's format.
+DENSE_QUANTIZATION = "dense_quantization_config"
 ACTIVATIONS = ("silu", "situ")
 SITU_BETA = 4.0
 SITU_LINEAR_BETA = 25.0
@@ -74,6 +77,12 @@ def geometry_of(manifest: dict[str, Any]) -> Geometry:
 
 def layers_of(manifest: dict[str, Any]) -> list[int]:
     return sorted(int(key) for key in manifest["layers"])
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """What config.json says of the text model: its `text_config`, if it has one, over the rest."""
+    inner = config.get("text_config")
+    return {**config, **inner} if isinstance(inner, dict) else config
 
 
 def descriptor(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -126,7 +135,7 @@ def check_documents(documents: Documents, where: str) -> None:
     if documents.manifest["storage_schema"] == container.FRUIT:
         fields = documents.manifest["geometry"]
         geometry = geometry_of(documents.manifest)
-        check_config(documents.config, geometry, fields["topk"], f"{where}/{CONFIG}")
+        check_config(text_config(documents.config), geometry, fields["topk"], f"{where}/{CONFIG}")
     _check_descriptor(documents, f"{where}/{CONFIG}")
     _check_marker(documents, f"{where}/{MARKER}")
     _check_activations(documents, where)
@@ -302,6 +311,12 @@ def _check_descriptor(documents: Documents, where: str) -> None:
     block = quantization["qsrt"]
     for field, expected in descriptor(manifest).items():
         _require_equal(block[field], expected, f"quantization_config.qsrt.{field}", where, MANIFEST)
+    carried_as = manifest.get("source_format", {}).get("carried_as", "bf16")
+    if (DENSE_QUANTIZATION in quantization) != (carried_as == "stored"):
+        raise FormatError(
+            f"{where}: quantization_config.{DENSE_QUANTIZATION} stands there if and only if the "
+            f"manifest's source_format.carried_as is stored, which is {carried_as}"
+        )
     bit_map = quantization["hybrid_bit_map"]
     at = "quantization_config.hybrid_bit_map"
     _require_equal(sorted(map(int, bit_map)), layers_of(manifest), at, where, MANIFEST)
@@ -317,11 +332,11 @@ def _check_descriptor(documents: Documents, where: str) -> None:
 
 def _check_activations(documents: Documents, where: str) -> None:
     """The default activation is the model's own; SiTU has the parameters that the format fixes."""
-    config, used = documents.config, set()
+    config, used = text_config(documents.config), set()
     for layer in layers_of(documents.manifest):
         used |= set(activations(documents.manifest, config.get("hidden_act"), layer))
         entry = documents.manifest["layers"][str(layer)]
-        if "activation" in entry:
+        if "activation" in entry and config.get("hidden_act") is not None:
             at = f"layers.{layer}.activation.default"
             default = entry["activation"]["default"]
             _require_equal(default, config.get("hidden_act"), at, f"{where}/{MANIFEST}", CONFIG)

@@ -6,6 +6,7 @@ package's config.json names, under `transformers_weights`, a file that transform
 what to import for a name; the hooks below take that entry away.
 """
 
+import inspect
 import logging
 import re
 import time
@@ -26,9 +27,11 @@ from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.format.manifest import (
     ACTIVATIONS,
     CHECKSUMS,
+    DENSE_QUANTIZATION,
     IMPORT_FIRST,
     MARKER,
     TRANSFORMERS_WEIGHTS,
+    text_config,
 )
 from qsrt_runtime.format.package import Package, open_package
 from qsrt_runtime.format.slab import unpack_expert
@@ -45,7 +48,6 @@ _PLAIN = {
     "has_gate": True,
     "has_post_expert_norm": False,
     "is_concatenated": True,
-    "is_transposed": False,
 }
 
 logger = logging.getLogger(__name__)
@@ -73,6 +75,7 @@ class PackedExperts(torch.nn.Module):
     def __init__(self, dense: torch.nn.Module, layer: int, geometry: Geometry) -> None:
         """dense: the module to stand in for, on the meta device."""
         super().__init__()
+        self.is_transposed = _shapes(dense) == _stacks(geometry, is_transposed=True)
         self.dense = (dense,)  # in a tuple, so that it is no submodule
         self.layer, self.geometry, self.traits = layer, geometry, Traits()
         experts = geometry.experts
@@ -122,9 +125,24 @@ class PackedExperts(torch.nn.Module):
         weights = self.weights()
         for expert in range(self.geometry.experts):
             decoded = decode.dense_expert(unpack_expert(weights, expert))
-            dense.gate_up_proj[expert] = torch.cat([decoded["w1"], decoded["w3"]])
-            dense.down_proj[expert] = decoded["w2"]
+            gate_up, down = torch.cat([decoded["w1"], decoded["w3"]]), decoded["w2"]
+            dense.gate_up_proj[expert] = gate_up.T if self.is_transposed else gate_up
+            dense.down_proj[expert] = down.T if self.is_transposed else down
         return dense
+
+
+class PackedExpertsByRow(PackedExperts):
+    """The same where the module is given no routes but the rows of every expert, as in Llama 4.
+
+    A token's weight is in its row already, which is 0 where it does not go to the expert.
+    """
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[E * T, H], the rows of one expert after another's -> [E * T, H]."""
+        numbers = torch.arange(self.geometry.experts, device=hidden_states.device)
+        ids = numbers.repeat_interleave(len(hidden_states) // len(numbers))
+        ids = torch.where(hidden_states.any(-1), ids, -1)[:, None]
+        return moe_forward(hidden_states, self.weights(), ids, torch.ones_like(ids).float())
 
 
 class QsrtQuantizer(HfQuantizer):
@@ -136,6 +154,15 @@ class QsrtQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.package: Package | None = None
         self.verified = ""
+
+    def validate_environment(self, *_: Any, **__: Any) -> None:
+        kept = getattr(self.quantization_config, DENSE_QUANTIZATION, None)
+        if kept is not None:
+            raise ValueError(
+                f"the tensors of this package that are no experts' are quantized with "
+                f"{kept.get('quant_method')} ({DENSE_QUANTIZATION}), which this integration does "
+                "not load; convert without --keep-dense-format, or run qsrt-pack decode"
+            )
 
     def update_attn_implementation(self, config: PretrainedConfig) -> PretrainedConfig:
         """Called, from transformers 5.18 on, before it looks for weight files."""
@@ -192,7 +219,7 @@ class QsrtQuantizer(HfQuantizer):
             raise ValueError("dequantize() wants the model on one device")
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         packed = {n: m for n, m in model.named_modules() if isinstance(m, PackedExperts)}
-        expected = ACTIVATIONS.index(model.config.get_text_config().hidden_act)
+        expected = ACTIVATIONS.index(getattr(model.config.get_text_config(), "hidden_act", "silu"))
         for name, module in packed.items():
             if (module.activations != expected).any():
                 raise ValueError(
@@ -245,11 +272,15 @@ def _replace_experts(model: PreTrainedModel, package: Package) -> None:
         if match is None or int(match[1]) not in package.layers:
             continue
         _check_plain(name, module, package.geometry)
-        packed = PackedExperts(module, int(match[1]), package.geometry)
+        by_row = [*inspect.signature(module.forward).parameters] == ["hidden_states"]
+        kind = PackedExpertsByRow if by_row else PackedExperts
+        packed = kind(module, int(match[1]), package.geometry)
         model.set_submodule(name, packed)
         replaced.add(int(match[1]))
         buffers |= {re.escape(f"{name}.{key}") for key, _ in packed.named_buffers()}
-    missing = sorted(set(package.layers) - replaced)
+    # The layers that config.json does not count predict tokens further ahead: none is built.
+    counted = range(text_config(package.documents.config)["num_hidden_layers"])
+    missing = sorted(set(package.layers) & set(counted) - replaced)
     if missing:
         raise FormatError(
             f"{package.path}: {type(model).__name__} has no experts in layer {missing[0]}, which "
@@ -260,22 +291,35 @@ def _replace_experts(model: PreTrainedModel, package: Package) -> None:
 
 
 def _check_plain(name: str, module: torch.nn.Module, geometry: Geometry) -> None:
-    """Refuse experts that compute anything but down(act(gate x) * up x) from stacked weights."""
-    hidden, intermediate, experts = geometry.hidden, geometry.intermediate, geometry.experts
-    expected = {
-        "gate_up_proj": (experts, 2 * intermediate, hidden),
-        "down_proj": (experts, hidden, intermediate),
-    }
-    found = {key: tuple(value.shape) for key, value in module.named_parameters()}
-    where = f"{name} ({type(module).__name__})"
-    if found != expected:
+    """Refuse experts that compute anything but down(act(gate x) * up x) from stacked weights.
+
+    Stacks of matrices [out, in], or of all of them transposed.
+    """
+    found, where = _shapes(module), f"{name} ({type(module).__name__})"
+    expected, transposed = (_stacks(geometry, is_transposed=flag) for flag in (False, True))
+    if found not in (expected, transposed):
         raise FormatError(f"{where} has parameters {found}, the package fits {expected}")
-    for key, value in _PLAIN.items():
+    for key, value in {**_PLAIN, "is_transposed": found == transposed}.items():
         if getattr(module, key, value) != value:
             raise FormatError(
                 f"{where} has {key} {getattr(module, key)}; packed experts compute "
                 "down(act(gate x) * up x) and nothing else"
             )
+
+
+def _shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    return {key: tuple(value.shape) for key, value in module.named_parameters()}
+
+
+def _stacks(geometry: Geometry, *, is_transposed: bool) -> dict[str, tuple[int, ...]]:
+    """The shapes of a layer's stacks, of matrices [out, in] or [in, out]."""
+    gate_up = (2 * geometry.intermediate, geometry.hidden)
+    down = (geometry.hidden, geometry.intermediate)
+    step = -1 if is_transposed else 1
+    return {
+        "gate_up_proj": (geometry.experts, *gate_up[::step]),
+        "down_proj": (geometry.experts, *down[::step]),
+    }
 
 
 for _method in METHODS:

@@ -68,6 +68,7 @@ def mixed(tmp_path: Path) -> Path:
         source_sha256="5" * 64,
         base_sha256=schema.digest({manifests.INDEX: hashlib.sha256(index).hexdigest()}),
         evidence=evidence,
+        expert_tensors=checkpoints.NAMED,
     )
     document["layers"]["1"]["activation"]["experts"]["3"] = "situ"
     config = build_config(checkpoints.config(moe_intermediate_size=512), document, "qsrt")

@@ -42,6 +42,7 @@ def manifest(
         source_sha256=source_sha256,
         base_sha256=BASE,
         evidence=evidence,
+        expert_tensors=checkpoints.NAMED,
     )
 
 
