@@ -77,6 +77,7 @@ _QWEN = Architecture(
     _MLP, layers=LayerRule(step="decoder_sparse_step", offset=-1, dense="mlp_only_layers")
 )
 _DEEPSEEK = Architecture(_MLP, layers=_BY_KIND)
+_NAMES_ONLY = replace(_DEEPSEEK, layouts=_MLP[:1])  # transformers lacks their classes
 _PLAIN = Architecture(_MLP)
 _MIXTRAL = Architecture(_W, router="block_sparse_moe.gate.weight", intermediate="intermediate_size")
 _GRANITE = Architecture(
@@ -89,8 +90,8 @@ ARCHITECTURES = {  # by the model_type of the text model
         _MLP, router="mlp.router.gate.weight", layers=LayerRule("num_dense_layers")
     ),
     "bailing_hybrid": Architecture(_MLP, topk="num_experts_per_token", layers=_BY_KIND),
-    "bailing_moe": _DEEPSEEK,
-    "bailing_moe_v2": _DEEPSEEK,
+    "bailing_moe": _NAMES_ONLY,
+    "bailing_moe_v2": _NAMES_ONLY,
     "cohere2_moe": replace(_DEEPSEEK, intermediate="intermediate_size"),
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
@@ -125,7 +126,7 @@ ARCHITECTURES = {  # by the model_type of the text model
         intermediate="intermediate_size",
         layers=LayerRule(step="expert_layer_period", offset="expert_layer_offset"),
     ),
-    "kimi_k2": _DEEPSEEK,
+    "kimi_k2": _NAMES_ONLY,
     "kimi_linear": replace(
         _MIXTRAL,
         intermediate="moe_intermediate_size",

@@ -16,7 +16,7 @@ from qsrt_pack import job
 from qsrt_pack.calibration_input import read_input
 from qsrt_pack.encode.expert import Settings
 from qsrt_pack.restore import decode_package
-from qsrt_pack.source.architectures import ARCHITECTURES
+from qsrt_pack.source.architectures import ARCHITECTURES, CALIBRATED
 from qsrt_pack.source.checkpoint import open_checkpoint
 from qsrt_pack.source.models import find_experts
 from qsrt_runtime.format.errors import FormatError
@@ -252,7 +252,10 @@ def test_a_packed_llama4_made_dense(tmp_path):
     assert relative(logits(packed.dequantize(torch.float32)), expected) < 1e-5
 
 
-def test_calibration_says_which_it_runs(tmp_path):
+def test_calibration_says_which_it_runs(tmp_path, repository):
+    left = {name for name, kind in KINDS.items() if kind.text is None} - CALIBRATED
+    exceptions = re.search(r"all of the table but (.*?) the names only", readme(repository), re.S)
+    assert set(re.findall(r"`(\w+)`", exceptions[1])) == left
     for name, refused in (("jamba", "jamba"), ("kimi_k25", r"models with a text_config \(kimi")):
         write_model(tmp_path / name, name)
         with pytest.raises(FormatError, match=f"calibration runs .*qwen3_moe.*, not {refused}"):
