@@ -125,7 +125,14 @@ def prepare(
         raise _changed(checkpoint)
     experts = find_experts(checkpoint)
     config_path = str(checkpoint.path / manifests.CONFIG)
-    manifests.check_config(checkpoint.config, experts.geometry, experts.topk, config_path)
+    counts = (experts.geometry.experts, experts.topk)
+    manifests.check_config(checkpoint.config, experts.true_sizes, *counts, config_path)
+    if loader == "kquant" and experts.true_sizes.is_padded:
+        raise FormatError(
+            f"{config_path}: experts of {experts.true_sizes.hidden} x "
+            f"{experts.true_sizes.intermediate} are stored padded, which the published loader "
+            "does not read; leave out --loader kquant"
+        )
     if statistics is not None:
         statistics.check_source(digest_small_files(checkpoint, statistics.document["source"]))
         _warn_of_missing_parts(statistics, settings)
@@ -407,6 +414,7 @@ def _write_documents(job: Job, folder: Path, source_sha256: str, evidence: Evide
     base_sha256 = _write_base(job, folder)
     manifest = build_manifest(
         job.experts.geometry,
+        job.experts.true_sizes,
         topk=job.experts.topk,
         activation=job.experts.activation,
         encoder_settings=job.settings.fingerprinted(),

@@ -61,6 +61,7 @@ def make_plan(
         memory += statistics.layer_bytes() + row_bytes(geometry, statistics.expert_rows())
         slower = _CALIBRATED[settings.device]
     remaining = len(set(experts.layers) - set(finished))
+    weights = experts.true_sizes.weights_per_expert * geometry.experts * len(experts.layers)
     value = {
         "schema": "qsrt_plan_v1",
         "source": str(checkpoint.path),
@@ -75,9 +76,12 @@ def make_plan(
         "intermediate_size": geometry.intermediate,
         "atom_slots": geometry.slots,
         "atoms_per_expert": geometry.atoms_per_expert,
+        "true_hidden_size": experts.true_sizes.hidden,
+        "true_intermediate_size": experts.true_sizes.intermediate,
+        "padding_overhead": geometry.weights_per_expert / experts.true_sizes.weights_per_expert,
         "profile": geometry.profile,
         "activation": experts.activation,
-        "expert_weights": geometry.weights_per_expert * geometry.experts * len(experts.layers),
+        "expert_weights": weights,
         "modes": settings.modes,
         "search": settings.search,
         "hidden_side": settings.hidden_side,
@@ -107,13 +111,19 @@ def describe(plan: dict[str, Any]) -> str:
     layers, calibration = plan["layers"], "no"
     if plan["calibration"] is not None:
         calibration = f"by {plan['calibration']}, {plan['calibration_bytes']:,} bytes"
+    padding = []
+    if plan["padding_overhead"] > 1:
+        size = f"{plan['hidden_size']} x {plan['intermediate_size']}"
+        more = 100 * (plan["padding_overhead"] - 1)
+        padding = [("padded", f"with zeros to {size}: {more:.1f} % more expert bytes")]
     lines = [
         ("model", f"{plan['source']} ({plan['model_type']})"),
         ("package", plan["output"]),
         (
             "experts",
             f"{len(layers)} layers ({_ranges(layers)}) x {plan['experts_per_layer']}, "
-            f"{plan['hidden_size']} x {plan['intermediate_size']}, top-{plan['topk']}, "
+            f"{plan['true_hidden_size']} x {plan['true_intermediate_size']}, "
+            f"top-{plan['topk']}, "
             f"{plan['activation']}: {plan['expert_weights']:,} weights",
         ),
         (
@@ -122,6 +132,7 @@ def describe(plan: dict[str, Any]) -> str:
             f"modes {plan['modes']}, {plan['search']} search, seed {plan['seed']}, "
             f"on {', '.join(plan['devices'])}",
         ),
+        *padding,
         ("calibrated", calibration),
         ("bytes in", f"{plan['bytes_in']:,}"),
         (

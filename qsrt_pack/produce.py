@@ -13,9 +13,17 @@ from qsrt_pack.assemble.layer import expert_evidence
 from qsrt_pack.calibrate.hessian import layer_moment
 from qsrt_pack.calibrate.statistics import PARTS, LayerRows, most_rows
 from qsrt_pack.encode import lockstep
-from qsrt_pack.encode.expert import EncodedExpert, HiddenSide, Modes, Settings, expert_steps
+from qsrt_pack.encode.expert import (
+    EncodedExpert,
+    HiddenSide,
+    MatrixError,
+    Modes,
+    Settings,
+    expert_steps,
+)
 from qsrt_pack.encode.incoherence import layer_scales
 from qsrt_pack.encode.ordered import one_thread, ordered_mean_square, ordered_sum
+from qsrt_pack.encode.padding import unpad_matrices
 from qsrt_pack.encode.viterbi import search
 from qsrt_pack.guide import ACTIVATIONS, UNGUIDED, Guided, make_guide, row_bytes
 from qsrt_pack.ranks import Ranks
@@ -25,6 +33,7 @@ from qsrt_pack.source.models import RoutedExperts
 from qsrt_pack.workers import THREADS, in_order
 from qsrt_runtime.format import atom, decode
 from qsrt_runtime.format.errors import FormatError
+from qsrt_runtime.format.geometry import TrueSizes
 
 _BATCH_WEIGHTS = 1 << 25  # encoded together on a GPU, so that small experts fill it
 _BATCH_ROW_BYTES = 1 << 32  # of what calibration takes of the experts of a batch
@@ -184,14 +193,18 @@ def _produce(
             modes = {e: (found.coded.mode13, found.coded.mode2) for e, found in encoded.items()}
             guides = _guides(experts, rows, layer, weights, held_out=False)
             encoded = encode(guides, modes)
-        return [_packed(e, found, guides[e]) for e, found in encoded.items()]
+        hidden = experts.true_sizes.hidden
+        return [_packed(e, found, guides[e], hidden) for e, found in encoded.items()]
     except torch.OutOfMemoryError as error:
         raise FormatError(
             f"{where}: {device} has too little memory; give another with --devices"
         ) from error
+    except MatrixError as error:
+        name = experts.tensor_name(layer, error.expert, error.matrix)
+        shard = checkpoint.path / checkpoint.tensors[name][0]
+        raise FormatError(f"{shard}: tensor {name}: {error.reason}") from error
     except ValueError as error:
-        named = str(error).startswith("layer ")
-        raise FormatError(str(error) if named else f"{where}: {error}") from error
+        raise FormatError(f"{where}: {error}") from error
 
 
 def _guides(
@@ -241,9 +254,11 @@ def _encode(
     return dict(zip(weights, found, strict=True))
 
 
-def _packed(expert: int, encoded: EncodedExpert, guided: Guided) -> PackedExpert:
+def _packed(expert: int, encoded: EncodedExpert, guided: Guided, hidden: int) -> PackedExpert:
+    """hidden: the model's own size. Padded intermediate channels add nothing to an output."""
     coded = encoded.coded
     decoded = decode.dense_expert(coded) if guided.guide is not None else {}
+    decoded = unpad_matrices(decoded, TrueSizes(hidden, len(coded.w1.svh)))
     groups = encoded.low_to_high_groups.cpu()
     return PackedExpert(
         expert_evidence(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from qsrt_pack.assemble.shards import Spec, file_pieces, write_shards
+from qsrt_pack.encode.padding import unpad_matrices
 from qsrt_pack.output import check_output, replacing
 from qsrt_pack.progress import bar
 from qsrt_pack.source.models import ARCHITECTURES, MATRICES, check_package_config
@@ -68,7 +69,8 @@ class DensePackage:
                 f"{self.package.evidence_name(number)}: expert {expert}",
             )
             weights = decode.dense_expert(unpack_expert(layer, expert))
-            self._expert = (number, expert, source_order(weights, order))
+            found = unpad_matrices(source_order(weights, order), self.package.true_sizes)
+            self._expert = (number, expert, found)
         return self._expert[2][matrix]
 
     def _read_layer(self, number: int) -> tuple[Layer, dict[str, Any]]:
@@ -168,7 +170,7 @@ def _expert_names(package: Package) -> dict[str, tuple[int, int, str]]:
 
 def _specs(dense: DensePackage, kind: str) -> dict[str, Spec]:
     """dtype and shape of every tensor of the dense checkpoint."""
-    hidden, intermediate = dense.package.geometry.hidden, dense.package.geometry.intermediate
+    hidden, intermediate = dense.package.true_sizes.hidden, dense.package.true_sizes.intermediate
     specs = {name: (entry.dtype, entry.shape) for name, (_, entry) in dense.base.items()}
     for name, (_, _, matrix) in dense.experts.items():
         shape = (hidden, intermediate) if matrix == "w2" else (intermediate, hidden)

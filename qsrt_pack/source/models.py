@@ -7,8 +7,14 @@ from typing import Any
 from qsrt_pack.source.checkpoint import Checkpoint
 from qsrt_pack.source.dtypes import READABLE
 from qsrt_runtime.format.errors import FormatError
-from qsrt_runtime.format.geometry import Geometry
-from qsrt_runtime.format.manifest import Documents, activations, geometry_of, layers_of
+from qsrt_runtime.format.geometry import Geometry, TrueSizes
+from qsrt_runtime.format.manifest import (
+    Documents,
+    activations,
+    geometry_of,
+    layers_of,
+    true_sizes_of,
+)
 
 
 @dataclass(frozen=True)
@@ -113,11 +119,15 @@ _MAX_LAYERS, _MAX_EXPERTS, _MAX_SIZE = 100_000, 65_536, 1 << 24
 
 @dataclass(frozen=True)
 class RoutedExperts:
-    """The routed experts of a checkpoint, every expected tensor present and of the right shape."""
+    """The routed experts of a checkpoint, every expected tensor present and of the right shape.
+
+    geometry: as they will be stored.   true_sizes: as the model has them.
+    """
 
     model_type: str
     architecture: Architecture
     geometry: Geometry
+    true_sizes: TrueSizes
     layers: tuple[int, ...]
     topk: int
     activation: str
@@ -169,10 +179,14 @@ def described_experts(config: dict[str, Any], where: str) -> RoutedExperts:
         raise FormatError(
             f"{where}: hidden_act is {activation!r}, expected one of {architecture.activations}"
         )
+    sizes = TrueSizes(
+        _size(config, "hidden_size", where), _size(config, architecture.intermediate, where)
+    )
     experts = RoutedExperts(
         model_type=model_type,
         architecture=architecture,
-        geometry=_geometry(config, architecture, where),
+        geometry=sizes.padded(_expert_count(config, where)),
+        true_sizes=sizes,
         layers=_expected_layers(config, architecture.layers, where),
         topk=_size(config, architecture.topk, where),
         activation=activation,
@@ -191,7 +205,8 @@ def check_package_config(documents: Documents, where: str) -> None:
     manifest = documents.manifest
     for what, described, packed in (
         ("layers with experts", list(experts.layers), layers_of(manifest)),
-        ("sizes of the experts", experts.geometry, geometry_of(manifest)),
+        ("sizes of the experts", experts.true_sizes, true_sizes_of(manifest)),
+        ("experts of a layer", experts.geometry.experts, geometry_of(manifest).experts),
         ("experts a token goes to", experts.topk, manifest["geometry"]["topk"]),
     ):
         if described != packed:
@@ -238,17 +253,6 @@ def _size(config: dict[str, Any], key: str, where: str, limit: int = _MAX_SIZE) 
 
 def _is_expert(name: str) -> bool:
     return name.startswith("experts.") or ".experts." in name
-
-
-def _geometry(config: dict[str, Any], architecture: Architecture, where: str) -> Geometry:
-    hidden = _size(config, "hidden_size", where)
-    intermediate = _size(config, architecture.intermediate, where)
-    experts = _expert_count(config, where)
-    try:
-        return Geometry(hidden, intermediate, experts)
-    except FormatError as error:
-        keys = f"hidden_size, {architecture.intermediate}"
-        raise FormatError(f"{where}: {keys}: {error}") from None
 
 
 def _expert_count(config: dict[str, Any], where: str) -> int:
@@ -330,7 +334,7 @@ def _check_names(checkpoint: Checkpoint, experts: RoutedExperts) -> None:
 
 
 def _check_routers(checkpoint: Checkpoint, experts: RoutedExperts) -> None:
-    shape = (experts.geometry.experts, experts.geometry.hidden)
+    shape = (experts.geometry.experts, experts.true_sizes.hidden)
     for layer in experts.layers:
         name = experts.architecture.router_key.format(layer=layer)
         if name not in checkpoint.tensors:
@@ -344,14 +348,10 @@ def _check_routers(checkpoint: Checkpoint, experts: RoutedExperts) -> None:
 
 
 def _check_tensors(checkpoint: Checkpoint, experts: RoutedExperts) -> None:
-    geometry = experts.geometry
-    shapes = {
-        "w1": (geometry.intermediate, geometry.hidden),
-        "w3": (geometry.intermediate, geometry.hidden),
-        "w2": (geometry.hidden, geometry.intermediate),
-    }
+    hidden, intermediate = experts.true_sizes.hidden, experts.true_sizes.intermediate
+    shapes = dict.fromkeys(("w1", "w3"), (intermediate, hidden)) | {"w2": (hidden, intermediate)}
     for layer in experts.layers:
-        for expert in range(geometry.experts):
+        for expert in range(experts.geometry.experts):
             for matrix, shape in shapes.items():
                 name = experts.tensor_name(layer, expert, matrix)
                 if name not in checkpoint.tensors:

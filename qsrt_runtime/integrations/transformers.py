@@ -21,8 +21,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qsrt_runtime.arguments import X_DTYPES
 from qsrt_runtime.format import decode
+from qsrt_runtime.format.atom import Expert
 from qsrt_runtime.format.errors import FormatError
-from qsrt_runtime.format.geometry import Geometry
+from qsrt_runtime.format.geometry import Geometry, TrueSizes
 from qsrt_runtime.format.manifest import (
     ACTIVATIONS,
     CHECKSUMS,
@@ -70,11 +71,14 @@ class PackedExperts(torch.nn.Module):
     as int16, so that no change of the model's dtype touches them.
     """
 
-    def __init__(self, dense: torch.nn.Module, layer: int, geometry: Geometry) -> None:
+    def __init__(
+        self, dense: torch.nn.Module, layer: int, geometry: Geometry, true_sizes: TrueSizes
+    ) -> None:
         """dense: the module to stand in for, on the meta device."""
         super().__init__()
         self.dense = (dense,)  # in a tuple, so that it is no submodule
-        self.layer, self.geometry, self.traits = layer, geometry, Traits()
+        self.layer, self.geometry, self.true_sizes = layer, geometry, true_sizes
+        self.traits = Traits()
         experts = geometry.experts
         shapes = {
             "atoms": ((geometry.slots, geometry.slot_stride(experts)), torch.uint8),
@@ -107,6 +111,7 @@ class PackedExperts(torch.nn.Module):
             atoms=self.atoms,
             activations=self.activations,
             traits=self.traits,
+            hidden_padding=self.geometry.hidden - self.true_sizes.hidden,
         )
 
     def forward(
@@ -121,7 +126,7 @@ class PackedExperts(torch.nn.Module):
         dense = self.dense[0].to_empty(device=self.atoms.device).to(dtype).train(self.training)
         weights = self.weights()
         for expert in range(self.geometry.experts):
-            decoded = decode.dense_expert(unpack_expert(weights, expert))
+            decoded = _unpadded(unpack_expert(weights, expert), self.true_sizes)
             dense.gate_up_proj[expert] = torch.cat([decoded["w1"], decoded["w3"]])
             dense.down_proj[expert] = decoded["w2"]
         return dense
@@ -222,6 +227,20 @@ class QsrtQuantizer(HfQuantizer):
         return True
 
 
+def _unpadded(expert: Expert, sizes: TrueSizes) -> dict[str, torch.Tensor]:
+    """An expert's dense matrices of the model's own sizes, channels in the package's order.
+
+    Intermediate channels whose scales are all 0 add nothing; as many of them are left out as were
+    added, whichever these were.
+    """
+    scales = torch.stack([expert.w1.svh, expert.w3.svh, expert.w2.suh])
+    kept = scales.any(0).to(torch.uint8).argsort(descending=True, stable=True)
+    kept = kept[: sizes.intermediate].sort().values
+    dense = decode.dense_expert(expert)
+    w1, w3 = (dense[name][kept, : sizes.hidden] for name in ("w1", "w3"))
+    return {"w1": w1, "w3": w3, "w2": dense["w2"][: sizes.hidden, kept]}
+
+
 def _package_folder(model: PreTrainedModel, shard: Path) -> Path:
     """The package that a shard belongs to; what else is sealed in one on the Hub is fetched."""
     name = model.config.name_or_path
@@ -244,8 +263,9 @@ def _replace_experts(model: PreTrainedModel, package: Package) -> None:
         match = _EXPERTS.search(name)
         if match is None or int(match[1]) not in package.layers:
             continue
-        _check_plain(name, module, package.geometry)
-        packed = PackedExperts(module, int(match[1]), package.geometry)
+        sizes = (package.geometry, package.true_sizes)
+        _check_plain(name, module, package.geometry.experts, package.true_sizes)
+        packed = PackedExperts(module, int(match[1]), *sizes)
         model.set_submodule(name, packed)
         replaced.add(int(match[1]))
         buffers |= {re.escape(f"{name}.{key}") for key, _ in packed.named_buffers()}
@@ -259,9 +279,9 @@ def _replace_experts(model: PreTrainedModel, package: Package) -> None:
     model._keys_to_ignore_on_load_missing = ignored | buffers  # no shard has them
 
 
-def _check_plain(name: str, module: torch.nn.Module, geometry: Geometry) -> None:
+def _check_plain(name: str, module: torch.nn.Module, experts: int, sizes: TrueSizes) -> None:
     """Refuse experts that compute anything but down(act(gate x) * up x) from stacked weights."""
-    hidden, intermediate, experts = geometry.hidden, geometry.intermediate, geometry.experts
+    hidden, intermediate = sizes.hidden, sizes.intermediate
     expected = {
         "gate_up_proj": (experts, 2 * intermediate, hidden),
         "down_proj": (experts, hidden, intermediate),
