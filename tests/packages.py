@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from qsrt_pack.assemble.layer import expert_evidence, layer_evidence
 from qsrt_pack.assemble.package import build_config, build_manifest
 from qsrt_pack.encode.expert import Settings
+from qsrt_pack.encode.permutation import channels_of_groups
 from qsrt_runtime.format import manifest, paths, schema
 from qsrt_runtime.format.atom import unpack_expert
 from qsrt_runtime.format.container import LayerWriter
@@ -46,8 +47,8 @@ def write_layer(
     bundles = [random_bundles(geometry, seed, scale) for seed in range(_DIFFERENT)]
     scales = torch.full((3, geometry.hidden), scale, dtype=torch.float16)
     scales[:, true_sizes.hidden :] = 0
-    added = geometry.intermediate - true_sizes.intermediate
-    padding = stored_channels(geometry.records) < added  # the least important
+    channels = channels_of_groups(_groups(geometry, true_sizes))
+    padding = channels[stored_channels(geometry.records)] >= true_sizes.intermediate
     atoms = padding.view(-1, 2, 8, 16).transpose(1, 2).reshape(-1, 32).repeat(1, 3)
     for each in bundles:
         each[:, -192:].view(torch.float16)[atoms] = 0
@@ -109,13 +110,18 @@ def write_package(
     return path
 
 
+def _groups(geometry: Geometry, true_sizes: TrueSizes) -> torch.Tensor:
+    """The channels in the source's order, but for groups of padding, which come first."""
+    added = geometry.intermediate - true_sizes.intermediate
+    return torch.arange(geometry.intermediate // 4).roll(added // 4)
+
+
 def _write_evidence(path: Path, geometry: Geometry, true_sizes: TrueSizes, layer: int) -> dict:
     name = manifest.layer_file_name(layer)
     writer = write_layer(path / name, geometry, layer, true_sizes=true_sizes)
     scales = torch.ones(3, geometry.hidden, dtype=torch.float16)
     coded = unpack_expert(random_bundles(geometry, 0, 0.1), scales, (0, 0), geometry)
-    groups, error = torch.arange(geometry.intermediate // 4), dict.fromkeys(("w1", "w3", "w2"), 0.5)
-    groups = groups.roll((geometry.intermediate - true_sizes.intermediate) // 4)  # padding first
+    groups, error = _groups(geometry, true_sizes), dict.fromkeys(("w1", "w3", "w2"), 0.5)
     entries = [
         expert_evidence(expert, coded, groups, error, error) for expert in range(geometry.experts)
     ]
