@@ -383,12 +383,20 @@ def _write_layer(
 
 def _report_expert(layer: int, entry: dict[str, Any]) -> None:
     where = f"layer {layer} expert {entry['expert']}"
-    if entry["zero_matrices"]:
-        _log.warning("%s: %s all zero", where, ", ".join(entry["zero_matrices"]))
-    errors = entry["nmse"] if entry["tokens"] is None else {}  # calibrated, they mean little
-    poor = [name for name, error in errors.items() if error > _POOR_NMSE]
-    if poor:
-        _log.warning("%s: %s coded poorly", where, ", ".join(poor))
+    errors = entry["nmse"]
+    zero = [name for name in entry["zero_matrices"] if not errors[name]]
+    lost = [name for name in entry["zero_matrices"] if errors[name]]
+    kept = errors.keys() - entry["zero_matrices"]
+    if entry["tokens"] is not None:  # calibrated, errors of weights mean little
+        kept = set()
+    poor = [name for name in errors if name in kept and errors[name] > _POOR_NMSE]
+    for names, what in (
+        (zero, "all zero"),
+        (lost, "too small for float16 scales, decodes to zeros"),
+        (poor, "coded poorly"),
+    ):
+        if names:
+            _log.warning("%s: %s %s", where, ", ".join(names), what)
     _log.debug("%s: NMSE %s", where, _mean_nmse([entry]))
 
 

@@ -39,6 +39,7 @@ _BATCH_WEIGHTS = 1 << 25  # encoded together on a GPU, so that small experts fil
 _BATCH_ROW_BYTES = 1 << 32  # of what calibration takes of the experts of a batch
 _BYTES_PER_WEIGHT = 80  # of GPU memory at the peak, all rate modes tried
 _ALIKE = 8  # binary orders of magnitude from the layer's median within which experts share
+_PAIRED = 4  # the same between gate and up, which share too; their scales are float16
 
 
 @dataclass(frozen=True)
@@ -146,8 +147,13 @@ def _measure(
 
 
 def _hidden_sides(sizes: list[_Sizes]) -> dict[int, HiddenSide]:
-    """What the experts share, by expert; one far larger or smaller than most keeps its own."""
+    """What the experts share, by expert; one far larger or smaller than most keeps its own.
+
+    So do all where gate is far larger or smaller than up.
+    """
     middle = [_median([size.means[matrix] for size in sizes]) for matrix in range(3)]
+    if abs(math.log2(middle[0] / middle[1])) > 2 * _PAIRED:
+        return {}
     alike = {
         expert
         for expert, size in enumerate(sizes)
