@@ -356,10 +356,11 @@ def matrix_steps(
         size = float(scales.max()) if has_shared_rows else hidden.down_size
     exponent = _exponent(size)
     near = _times_power(target, -exponent)
+    metric = metric and _near_metric(metric)
+    has_own_columns = rate_axis == "out" or hidden is None
     columns = None
-    if metric is not None:
-        metric = _near_metric(metric)
-        columns = incoherence.column_scales(near) if rate_axis == "out" or hidden is None else None
+    if has_own_columns and (metric is not None or incoherence.is_uneven(near)):
+        columns = incoherence.column_scales(near)
     if scales is not None:
         scales = _times_power(scales, -exponent)
     rotated, suh, svh = incoherence.regularize(near, input_signs, output_signs, scales, columns)

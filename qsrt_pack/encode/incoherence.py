@@ -17,6 +17,7 @@ from qsrt_runtime.format.tile import to_trellis_order
 # Root mean square of the rotated matrix before the global scale; the sign is the published one.
 TARGET_RMS = -1.24371088
 _TINY = 1e-10  # keeps the scale of a row off zero
+_UNEVEN = 16  # such a column has the power of half a block of 128 and more
 _COARSE = tuple(0.1 + 0.2 * step for step in range(10))
 _FINE_STEP = 0.075
 
@@ -49,6 +50,17 @@ def regularize(
         return rotated, suh, svh
     size = float(ordered_mean_square(rotated.flatten()).sqrt()) / -TARGET_RMS or 1.0
     return rotated / size, suh, svh * size
+
+
+def is_uneven(weight: torch.Tensor) -> bool:
+    """Whether a column's largest weight is far above that of most, so that the columns need scales.
+
+    weight: [K, N]. Without scales a row's size is that of its largest column, to which the tiles
+    of all the others are then near zero.
+    """
+    largest = weight.abs().amax(0)
+    largest = largest[largest > 0]
+    return bool(len(largest) and largest.max() > _UNEVEN * largest.median())
 
 
 def column_scales(weight: torch.Tensor) -> torch.Tensor:

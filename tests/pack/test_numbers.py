@@ -155,7 +155,7 @@ def test_denormals_among_normal_values(tmp_path: Path) -> None:
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("side", ["rows", "columns"])
 def test_one_huge_channel(tmp_path: Path, part: str, side: str) -> None:
-    """It is coded as well as any; those of other blocks of 128 are not touched by it."""
+    """It is coded nearly as well as any, and other matrices are not touched by it."""
     weights, name = draw(), expert_key(0, 0, part)
     channel = (5,) if side == "rows" else (slice(None), 5)
     weights[name][channel] *= 1e4

@@ -290,6 +290,18 @@ def test_the_error_does_not_depend_on_the_size(encoded: EncodedExpert, factor: f
         assert found == pytest.approx(encoded.nmse[name], rel=0.05)
 
 
+@pytest.mark.parametrize("factor", [20, 100, 1000])
+@pytest.mark.parametrize("place", [5, (7, 5)], ids=["channel", "weight"])
+def test_what_is_huge_leaves_the_others_alone(factor: float, place: int | tuple) -> None:
+    """Columns that are far apart have scales of their own, without calibration too."""
+    weights = normal_weights()
+    weights["w1"].T[place if place == (7, 5) else (slice(None), 5)] *= factor
+    decoded = source_order(encode(weights))["w1"]
+    others = torch.arange(INTERMEDIATE) != 5
+    assert nmse(weights["w1"][5], decoded[5]) < 0.03
+    assert nmse(weights["w1"][others], decoded[others]) < (0.03 if factor < 1000 else 0.1)
+
+
 def test_powers_of_two_change_the_scales_alone() -> None:
     """However far from 1 a matrix is, it is the same numbers that are coded."""
     first, second = (
