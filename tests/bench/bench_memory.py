@@ -31,6 +31,7 @@ import checkpoints
 from qsrt_pack import job, produce
 from qsrt_pack.assemble.shards import write_shards
 from qsrt_pack.encode.expert import EncodedExpert, Settings
+from qsrt_pack.memory import give_back_what_is_freed
 from qsrt_runtime.format.geometry import TrueSizes
 from qsrt_runtime.format.tensorfile import tensor_data
 
@@ -114,6 +115,7 @@ def encode_some(coded: int) -> None:
 
 def convert(source: Path, out: Path, coded: int, results: Any) -> None:
     """Convert, and put what was measured into a queue."""
+    give_back_what_is_freed()  # as the command line does
     before = memory("VmRSS")[0]
     encode_some(coded)
     start = time.perf_counter()
