@@ -19,10 +19,11 @@ from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.format.tensorfile import tensor_bytes
 
 _PROBE_SECONDS = 0.5
-# Peak resident bytes were 520 MB and 27 float32 copies of one matrix, sources included, at
-# 1024 x 512 and at 2048 x 1536; each further rate mode keeps what it decodes to.
+# Peak resident bytes were up to 520 MB and 20 float32 copies of one matrix, sources included, at
+# 1024 x 512 and at 2048 x 1024; each further rate mode keeps what it decodes to.
 _BASE_MEMORY = 520_000_000
-_MATRIX_COPIES = 27
+_MATRIX_COPIES = 20
+_COPIES_TOGETHER = 7  # more where matrices are coded together, under calibration
 _COPIES_PER_MODE = 6
 _PROBE_TILES = {"cpu": 32, "cuda": 2112}
 # Reading, rotating, packing and checking, on two 2.5 GHz cores; on an H200.
@@ -183,9 +184,12 @@ def layer_seconds(experts: RoutedExperts, settings: Settings, rates: dict[str, f
 def memory_bytes(geometry: Geometry, settings: Settings) -> int:
     """Peak memory while encoding: one expert's weights and one matrix's working copies."""
     more = len(modes_tried(settings, geometry.records)) - 1
+    copies = _MATRIX_COPIES + _COPIES_PER_MODE * more
+    if settings.calibration_sha256 is not None:
+        copies += _COPIES_TOGETHER
     matrix = 4 * geometry.hidden * geometry.intermediate
     search = _SEARCH_BYTES * torch.get_num_threads()
-    return _BASE_MEMORY + search + (_MATRIX_COPIES + _COPIES_PER_MODE * more) * matrix
+    return _BASE_MEMORY + search + copies * matrix
 
 
 def _existing(folder: Path) -> Path:
