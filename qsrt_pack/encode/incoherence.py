@@ -17,7 +17,7 @@ from qsrt_runtime.format.tile import to_trellis_order
 # Root mean square of the rotated matrix before the global scale; the sign is the published one.
 TARGET_RMS = -1.24371088
 _TINY = 1e-10  # keeps the scale of a row off zero
-_UNEVEN = 16  # such a column has the power of half a block of 128 and more
+_UNEVEN = 16  # such a column has the power of two blocks of 128 others
 _COARSE = tuple(0.1 + 0.2 * step for step in range(10))
 _FINE_STEP = 0.075
 

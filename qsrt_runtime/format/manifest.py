@@ -215,6 +215,7 @@ def check_evidence_experts(
         )
     has_all = len(layer.slots) == layer.geometry.slots
     intermediate = true_sizes_of(manifest).intermediate
+    stored = rates.stored_channels(layer.geometry.records)
     for item in evidence["experts"]:
         expert = item["expert"]
         found = (item["mode13"], item["mode2"])
@@ -222,7 +223,7 @@ def check_evidence_experts(
         _require_equal(found, expected, f"modes of expert {expert}", where, "the layer file")
         at = f"{where}: expert {expert}"
         order = low_to_high(item["low_to_high"], layer.geometry.intermediate, at)
-        padded = order[rates.stored_channels(layer.geometry.records)] >= intermediate
+        padded = order[stored] >= intermediate
         if has_all and padded.any():
             scales = atom.local_scales(slab.expert_bundles(layer, expert))
             if scales[:, padded].any():
