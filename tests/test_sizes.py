@@ -19,6 +19,7 @@ from qsrt_pack import job, plan
 from qsrt_pack.calibration import calibrate
 from qsrt_pack.cli import main
 from qsrt_pack.encode.expert import Settings
+from qsrt_pack.evaluate import evaluate
 from qsrt_pack.inspect import describe, inspect
 from qsrt_pack.restore import DensePackage, decode_package, source_order
 from qsrt_pack.statistics import Statistics
@@ -332,7 +333,9 @@ def odd_text(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> tupl
 
 
 @pytest.mark.parametrize("modes", ["R0", "all"])
-def test_cf_6a_calibrated(odd_text: tuple[Path, Statistics], tmp_path: Path, modes: str) -> None:
+def test_cf_6a_calibrated(
+    repository: Path, odd_text: tuple[Path, Statistics], tmp_path: Path, modes: str
+) -> None:
     """Statistics are of the true sizes; nothing is known of padding, and nothing is lost by it."""
     source, statistics = odd_text
     layer = statistics.layer(0)
@@ -353,3 +356,7 @@ def test_cf_6a_calibrated(odd_text: tuple[Path, Statistics], tmp_path: Path, mod
     expected = experts_forward(weights, 0, x, ids, gates)
     found = moe_forward(x, load_package(out).layers[0], ids, gates)
     assert relative(found, expected) < 0.35
+    text = repository / "examples/tiny_moe/eval.txt"
+    report = evaluate(out, source, text, window=64, windows=2, show_progress=False)
+    assert report["expert_weights"] == 2 * 3 * 96 * 200
+    assert 0 < report["kl_mean"] < 0.1
