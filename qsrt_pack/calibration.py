@@ -131,7 +131,7 @@ class _Run(CalibrationInput):
         """Refuse to start where the residual rows will not fit."""
         both = self.document["settings"]["backward"]
         files = self.layers + 4 if both else 3  # of residual rows at once
-        need = files * self.tokens.numel() * self.experts.geometry.hidden * 4
+        need = files * self.tokens.numel() * self.experts.true_sizes.hidden * 4
         here = sum(path.stat().st_size for path in self.folder.iterdir())
         free = shutil.disk_usage(self.folder).free + here
         if free < need:
@@ -209,7 +209,7 @@ class _Run(CalibrationInput):
 
     def _mapped(self, name: str, rows: int, dtype: torch.dtype) -> torch.Tensor:
         """A mapped file: [rows, H]. Its room is taken at once, or a full disk would be a crash."""
-        path, hidden = self.folder / name, self.experts.geometry.hidden
+        path, hidden = self.folder / name, self.experts.true_sizes.hidden
         with paths.naming(path), path.open("ab") as file:
             os.posix_fallocate(file.fileno(), 0, rows * hidden * dtype.itemsize)
         size = rows * hidden

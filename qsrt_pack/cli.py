@@ -184,10 +184,12 @@ def convert(
     from qsrt_pack import job
     from qsrt_pack.encode.expert import Settings
     from qsrt_pack.encode.viterbi import device_kind
+    from qsrt_pack.memory import give_back_what_is_freed
     from qsrt_pack.plan import describe
     from qsrt_pack.ranks import joined_ranks, rank_devices
     from qsrt_pack.workers import find_devices
 
+    give_back_what_is_freed()
     try:
         found = find_devices(devices)
     except ValueError as error:

@@ -98,7 +98,7 @@ def _package_facts(package: Package) -> dict[str, Any]:
         "encoder_fingerprint": package.documents.marker["encoder_fingerprint"],
         "dtype": "float32",
         "bits_per_expert_weight": bits_per_expert_weight(package),
-        "expert_weights": experts * package.geometry.weights_per_expert,
+        "expert_weights": experts * package.true_sizes.weights_per_expert,
         "versions": {
             "qsrt": qsrt_runtime.__version__,
             "torch": torch.__version__,

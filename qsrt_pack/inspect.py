@@ -12,7 +12,7 @@ from qsrt_runtime.format import rates, schema
 from qsrt_runtime.format.atom import MATRICES
 from qsrt_runtime.format.container import ATOMS, FORMAT_SECTION, KIMI, Layer, read_layer
 from qsrt_runtime.format.errors import FormatError
-from qsrt_runtime.format.geometry import Geometry
+from qsrt_runtime.format.geometry import Geometry, TrueSizes
 from qsrt_runtime.format.package import (
     Package,
     check_base,
@@ -70,7 +70,7 @@ def _package_report(package: Package, show_progress: bool) -> dict[str, Any]:
                 experts += [_expert_errors(number, item) for item in evidence["experts"]]
             advance(1)
     return {
-        **_contents(package.geometry, package.layers, codes, sizes),
+        **_contents(package.geometry, package.true_sizes, package.layers, codes, sizes),
         **_origin(package),
         "inspected": "package",
         "path": str(package.path),
@@ -105,7 +105,7 @@ def _file_report(path: Path) -> dict[str, Any]:
     sizes.update(_layer_sizes(path, layer))
     absent = ("topk", "activations", "errors", "encoder_settings", "versions", "source_format")
     return {
-        **_contents(layer.geometry, [layer.layer], codes, sizes),
+        **_contents(layer.geometry, None, [layer.layer], codes, sizes),
         **dict.fromkeys((*absent, "producer_fingerprint", "seal_sha256")),
         "inspected": "layer_file",
         "path": str(path),
@@ -119,13 +119,19 @@ def _file_report(path: Path) -> dict[str, Any]:
 
 
 def _contents(
-    geometry: Geometry, layers: list[int], codes: Counter[int], sizes: Counter[str]
+    geometry: Geometry,
+    true_sizes: TrueSizes | None,
+    layers: list[int],
+    codes: Counter[int],
+    sizes: Counter[str],
 ) -> dict[str, Any]:
     """What is said alike of a package and of a layer file.
 
+    true_sizes: None where they are not stated; weights are then those stored.
     codes: experts by format code.   sizes: bytes by kind.
     """
-    weights = (codes.total() - codes[rates.X4T]) * geometry.weights_per_expert
+    each = (true_sizes or geometry).weights_per_expert
+    weights = (codes.total() - codes[rates.X4T]) * each
     stored = sizes.total() - sum(sizes[kind] for kind in _PACKAGE_BYTES)
     modes, pairs = _modes_and_pairs(codes, geometry.records)
     return {
@@ -135,6 +141,8 @@ def _contents(
         "experts_per_layer": geometry.experts,
         "hidden_size": geometry.hidden,
         "intermediate_size": geometry.intermediate,
+        "true_hidden_size": true_sizes and true_sizes.hidden,
+        "true_intermediate_size": true_sizes and true_sizes.intermediate,
         "profile": geometry.profile,
         "atom_slots": geometry.slots,
         "atoms_per_expert": geometry.atoms_per_expert,
@@ -292,7 +300,10 @@ def _experts(report: dict[str, Any]) -> str:
     span = f"layer {layers[0]}"
     if len(layers) > 1:
         span = f"{len(layers)} layers ({layers[0]} to {layers[-1]})"
-    sizes = f"{report['hidden_size']} x {report['intermediate_size']}"
+    sizes = stored = f"{report['hidden_size']} x {report['intermediate_size']}"
+    if report["true_hidden_size"] is not None:
+        sizes = f"{report['true_hidden_size']} x {report['true_intermediate_size']}"
+    sizes += f" (padded to {stored})" if sizes != stored else ""
     parts = [f"{span} x {report['experts_per_layer']}", sizes]
     if report["topk"] is not None:
         parts.append(f"top-{report['topk']}")

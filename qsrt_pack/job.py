@@ -129,9 +129,15 @@ def prepare(
         raise _changed(checkpoint)
     experts = find_experts(checkpoint)
     config_path = str(checkpoint.path / manifests.CONFIG)
-    manifests.check_config(
-        manifests.text_config(checkpoint.config), experts.geometry, experts.topk, config_path
-    )
+    counts = (experts.geometry.experts, experts.topk)
+    config = manifests.text_config(checkpoint.config)
+    manifests.check_config(config, experts.true_sizes, *counts, config_path)
+    if loader == "kquant" and experts.true_sizes.is_padded:
+        raise FormatError(
+            f"{config_path}: experts of {experts.true_sizes.hidden} x "
+            f"{experts.true_sizes.intermediate} are stored padded, which the published loader "
+            "does not read; leave out --loader kquant"
+        )
     carried_as = how_carried(checkpoint, experts, loader) if keep_dense_format else "bf16"
     if statistics is not None:
         statistics.check_source(digest_small_files(checkpoint, statistics.document["source"]))
@@ -398,12 +404,20 @@ def _write_layer(
 
 def _report_expert(layer: int, entry: dict[str, Any]) -> None:
     where = f"layer {layer} expert {entry['expert']}"
-    if entry["zero_matrices"]:
-        _log.warning("%s: %s all zero", where, ", ".join(entry["zero_matrices"]))
-    errors = entry["nmse"] if entry["tokens"] is None else {}  # calibrated, they mean little
-    poor = [name for name, error in errors.items() if error > _POOR_NMSE]
-    if poor:
-        _log.warning("%s: %s coded poorly", where, ", ".join(poor))
+    errors = entry["nmse"]
+    zero = [name for name in entry["zero_matrices"] if not errors[name]]
+    lost = [name for name in entry["zero_matrices"] if errors[name]]
+    kept = errors.keys() - entry["zero_matrices"]
+    if entry["tokens"] is not None:  # calibrated, errors of weights mean little
+        kept = set()
+    poor = [name for name in errors if name in kept and errors[name] > _POOR_NMSE]
+    for names, what in (
+        (zero, "all zero"),
+        (lost, "too small for float16 scales, decodes to zeros"),
+        (poor, "coded poorly"),
+    ):
+        if names:
+            _log.warning("%s: %s %s", where, ", ".join(names), what)
     _log.debug("%s: NMSE %s", where, _mean_nmse([entry]))
 
 
@@ -429,6 +443,7 @@ def _write_documents(job: Job, folder: Path, source_sha256: str, evidence: Evide
     base_sha256 = write_base(folder, job.checkpoint, job.experts, job.carried_as)
     manifest = build_manifest(
         job.experts.geometry,
+        job.experts.true_sizes,
         topk=job.experts.topk,
         activation=job.experts.activation,
         encoder_settings=job.settings.fingerprinted(),

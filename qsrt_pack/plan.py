@@ -20,10 +20,11 @@ from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.format.tensorfile import tensor_bytes
 
 _PROBE_SECONDS = 0.5
-# Peak resident bytes were 520 MB and 27 float32 copies of one matrix, sources included, at
-# 1024 x 512 and at 2048 x 1536; each further rate mode keeps what it decodes to.
+# Peak resident bytes were up to 520 MB and 20 float32 copies of one matrix, sources included, at
+# 1024 x 512 and at 2048 x 1024; each further rate mode keeps what it decodes to.
 _BASE_MEMORY = 520_000_000
-_MATRIX_COPIES = 27
+_MATRIX_COPIES = 20
+_COPIES_TOGETHER = 7  # more where matrices are coded together, under calibration
 _COPIES_PER_MODE = 6
 _PROBE_TILES = {"cpu": 32, "cuda": 2112}
 # Reading, rotating, packing and checking, on two 2.5 GHz cores; on an H200.
@@ -66,6 +67,7 @@ def make_plan(
         memory += statistics.layer_bytes() + row_bytes(geometry, statistics.expert_rows())
         slower = _CALIBRATED[settings.device]
     remaining = len(set(experts.layers) - set(finished))
+    weights = experts.true_sizes.weights_per_expert * geometry.experts * len(experts.layers)
     value = {
         "schema": "qsrt_plan_v1",
         "source": str(checkpoint.path),
@@ -83,9 +85,12 @@ def make_plan(
         "intermediate_size": geometry.intermediate,
         "atom_slots": geometry.slots,
         "atoms_per_expert": geometry.atoms_per_expert,
+        "true_hidden_size": experts.true_sizes.hidden,
+        "true_intermediate_size": experts.true_sizes.intermediate,
+        "padding_overhead": geometry.weights_per_expert / experts.true_sizes.weights_per_expert,
         "profile": geometry.profile,
         "activation": experts.activation,
-        "expert_weights": geometry.weights_per_expert * geometry.experts * len(experts.layers),
+        "expert_weights": weights,
         "modes": settings.modes,
         "search": settings.search,
         "hidden_side": settings.hidden_side,
@@ -115,6 +120,11 @@ def describe(plan: dict[str, Any]) -> str:
     layers, calibration = plan["layers"], "no"
     if plan["calibration"] is not None:
         calibration = f"by {plan['calibration']}, {plan['calibration_bytes']:,} bytes"
+    padding = []
+    if plan["padding_overhead"] > 1:
+        size = f"{plan['hidden_size']} x {plan['intermediate_size']}"
+        more = 100 * (plan["padding_overhead"] - 1)
+        padding = [("padded", f"with zeros to {size}: {more:.1f} % more expert bytes")]
     lines = [
         ("model", f"{plan['source']} ({plan['model_type']})"),
         ("stored in", _describe_formats(plan)),
@@ -122,7 +132,8 @@ def describe(plan: dict[str, Any]) -> str:
         (
             "experts",
             f"{len(layers)} layers ({_ranges(layers)}) x {plan['experts_per_layer']}, "
-            f"{plan['hidden_size']} x {plan['intermediate_size']}, top-{plan['topk']}, "
+            f"{plan['true_hidden_size']} x {plan['true_intermediate_size']}, "
+            f"top-{plan['topk']}, "
             f"{plan['activation']}: {plan['expert_weights']:,} weights",
         ),
         (
@@ -131,6 +142,7 @@ def describe(plan: dict[str, Any]) -> str:
             f"modes {plan['modes']}, {plan['search']} search, seed {plan['seed']}, "
             f"on {', '.join(plan['devices'])}",
         ),
+        *padding,
         ("calibrated", calibration),
         ("bytes in", f"{plan['bytes_in']:,}"),
         (
@@ -194,9 +206,12 @@ def layer_seconds(experts: RoutedExperts, settings: Settings, rates: dict[str, f
 def memory_bytes(geometry: Geometry, settings: Settings) -> int:
     """Peak memory while encoding: one expert's weights and one matrix's working copies."""
     more = len(modes_tried(settings, geometry.records)) - 1
+    copies = _MATRIX_COPIES + _COPIES_PER_MODE * more
+    if settings.calibration_sha256 is not None:
+        copies += _COPIES_TOGETHER
     matrix = 4 * geometry.hidden * geometry.intermediate
     search = _SEARCH_BYTES * torch.get_num_threads()
-    return _BASE_MEMORY + search + (_MATRIX_COPIES + _COPIES_PER_MODE * more) * matrix
+    return _BASE_MEMORY + search + copies * matrix
 
 
 def _existing(folder: Path) -> Path:

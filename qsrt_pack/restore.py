@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from qsrt_pack.assemble.shards import Spec, file_pieces, write_shards
+from qsrt_pack.encode.padding import unpad_matrices
 from qsrt_pack.output import check_output, replacing
 from qsrt_pack.progress import bar
 from qsrt_pack.source import quantization
@@ -101,7 +102,8 @@ class DensePackage:
                 f"{self.package.evidence_name(number)}: expert {expert}",
             )
             weights = decode.dense_expert(unpack_expert(layer, expert))
-            self._expert = (number, expert, source_order(weights, order))
+            found = unpad_matrices(source_order(weights, order), self.package.true_sizes)
+            self._expert = (number, expert, found)
         return self._expert[2][matrix]
 
     def _read_layer(self, number: int) -> tuple[Layer, dict[str, Any]]:

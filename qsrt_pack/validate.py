@@ -55,7 +55,7 @@ def validate(path: Path, *, deep: bool = False, show_progress: bool = True) -> d
         "bytes": sum(sizes.values()),
         "layers": len(package.layers),
         "experts": experts,
-        "expert_weights": experts * geometry.weights_per_expert,
+        "expert_weights": experts * package.true_sizes.weights_per_expert,
         "bits_per_expert_weight": bits_per_expert_weight(package),
     }
     schema.check(report, "report", "report")
@@ -63,9 +63,9 @@ def validate(path: Path, *, deep: bool = False, show_progress: bool = True) -> d
 
 
 def bits_per_expert_weight(package: Package) -> float:
-    """Bits of the layer files, scales, padding and headers included, for each expert weight."""
+    """Bits of the layer files, scales, padding and headers included, for each source weight."""
     entries = package.documents.manifest["layers"].values()
-    weights = package.geometry.weights_per_expert * package.geometry.experts * len(entries)
+    weights = package.true_sizes.weights_per_expert * package.geometry.experts * len(entries)
     return 8 * sum(entry["bytes"] for entry in entries) / weights
 
 

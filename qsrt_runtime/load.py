@@ -16,7 +16,7 @@ from qsrt_runtime import verified
 from qsrt_runtime.format import manifest as manifests
 from qsrt_runtime.format.container import layer_place
 from qsrt_runtime.format.errors import FormatError
-from qsrt_runtime.format.geometry import SLOTS_PER_PAIR, Geometry, align, extent
+from qsrt_runtime.format.geometry import SLOTS_PER_PAIR, Geometry, TrueSizes, align, extent
 from qsrt_runtime.format.package import (
     Package,
     check_base,
@@ -37,7 +37,8 @@ class LoadedPackage:
     """A package in memory, or a rank's share of it.
 
     path: its folder.   config: the model's config.json.   geometry: sizes of every layer's
-    experts, whole.   topk: experts a token goes to.   layers: by layer index of the checkpoint.
+    experts as stored, whole.   true_sizes: as the model has them; rows are of that hidden size.
+    topk: experts a token goes to.   layers: by layer index of the checkpoint.
     seal_sha256: the digest that binds every byte of the package.
     verify_s, load_s: seconds for checking the files and for bringing the layers to the device.
     load_bytes: bytes read for that.
@@ -46,6 +47,7 @@ class LoadedPackage:
     path: Path
     config: dict[str, Any]
     geometry: Geometry
+    true_sizes: TrueSizes
     topk: int
     layers: dict[int, LayerWeights]
     seal_sha256: str
@@ -96,6 +98,7 @@ def load_package(
         path=package.path,
         config=package.documents.config,
         geometry=package.geometry,
+        true_sizes=package.true_sizes,
         topk=package.documents.manifest["geometry"]["topk"],
         layers=loaded,
         seal_sha256=package.seal_sha256,
@@ -169,6 +172,7 @@ def load_layer(
         shared_scales=scales.view(torch.float16).view(shape),
         atoms=atoms.view(len(slots), place.stride),
         activations=torch.tensor(activations, dtype=torch.uint8, device=staging.device),
+        hidden_padding=geometry.hidden - package.true_sizes.hidden,
     )
 
 

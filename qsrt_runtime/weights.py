@@ -29,10 +29,18 @@ class LayerWeights(Slab):
     slots: whole pairs; a rank that owns some of them computes its share of the sum over ranks.
     activations: [E] uint8, the place of each expert's activation in format.manifest.ACTIVATIONS.
     traits: see traits_of; the default holds for every layer.
+    hidden_padding: how many of the geometry's hidden channels the model does not have; their
+    scales are 0, and they follow the others.
     """
 
     activations: torch.Tensor
     traits: Traits = Traits()
+    hidden_padding: int = 0
+
+    @property
+    def width(self) -> int:
+        """Channels of a token's row, in and out."""
+        return self.geometry.hidden - self.hidden_padding
 
 
 def traits_of(shared_scales: torch.Tensor, format_codes: torch.Tensor) -> Traits:

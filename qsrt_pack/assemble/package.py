@@ -8,7 +8,7 @@ import torch
 import qsrt_runtime
 from qsrt_runtime.format import codebook, container, schema
 from qsrt_runtime.format import manifest as manifests
-from qsrt_runtime.format.geometry import Geometry
+from qsrt_runtime.format.geometry import Geometry, TrueSizes
 
 GIT_ATTRIBUTES = b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
 
@@ -24,6 +24,7 @@ def library_versions() -> dict[str, str | None]:
 
 def build_manifest(
     geometry: Geometry,
+    true_sizes: TrueSizes,
     *,
     topk: int,
     activation: str,
@@ -53,7 +54,7 @@ def build_manifest(
         "producer": build_producer(encoder_settings),
         "source": {"source_kind": manifests.SOURCE_KIND, "source_sha256": source_sha256},
         "base_model": {"manifest_sha256": base_sha256},
-        "geometry": {"layers": sorted(evidence), "topk": topk, **_sizes(geometry)},
+        "geometry": {"layers": sorted(evidence), "topk": topk, **_sizes(geometry, true_sizes)},
         "expert_tensors": expert_tensors,
         "activation_parameters": {
             "situ_beta": manifests.SITU_BETA,
@@ -89,8 +90,8 @@ def build_producer(encoder_settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _sizes(geometry: Geometry) -> dict[str, Any]:
-    return {
+def _sizes(geometry: Geometry, true_sizes: TrueSizes) -> dict[str, Any]:
+    sizes = {
         "experts_per_layer": geometry.experts,
         "hidden_size": geometry.hidden,
         "intermediate_size": geometry.intermediate,
@@ -98,6 +99,10 @@ def _sizes(geometry: Geometry) -> dict[str, Any]:
         "atom_slots": geometry.slots,
         "atoms_per_expert": geometry.atoms_per_expert,
     }
+    if true_sizes.is_padded:
+        sizes["true_hidden_size"] = true_sizes.hidden
+        sizes["true_intermediate_size"] = true_sizes.intermediate
+    return sizes
 
 
 def build_config(

@@ -7,7 +7,7 @@ from typing import Any
 from qsrt_pack.source.architectures import ARCHITECTURES, Architecture, LayerRule
 from qsrt_pack.source.naming import MATRICES, ExpertWeight, Naming
 from qsrt_runtime.format.errors import FormatError
-from qsrt_runtime.format.geometry import Geometry
+from qsrt_runtime.format.geometry import Geometry, TrueSizes
 from qsrt_runtime.format.manifest import text_config
 
 # Keys of config.json for the number of experts; transformers 5 renames the first on saving.
@@ -25,12 +25,14 @@ _MAX_EXPERTS, _MAX_SIZE = 65_536, 1 << 24
 class RoutedExperts:
     """The routed experts of a checkpoint, every expected tensor present and of the right shape.
 
+    geometry: as they will be stored.   true_sizes: as the model has them.
     layers: with experts, those of next-token prediction last, numbered from naming.count on.
     """
 
     model_type: str
     architecture: Architecture
     geometry: Geometry
+    true_sizes: TrueSizes
     layers: tuple[int, ...]
     topk: int
     activation: str
@@ -38,7 +40,7 @@ class RoutedExperts:
 
     def shape(self, matrix: str) -> tuple[int, int]:
         """[out, in] of w1, w3 or w2."""
-        hidden, intermediate = self.geometry.hidden, self.geometry.intermediate
+        hidden, intermediate = self.true_sizes.hidden, self.true_sizes.intermediate
         return (hidden, intermediate) if matrix == "w2" else (intermediate, hidden)
 
     def weight(self, layer: int, expert: int, matrix: str) -> ExpertWeight:
@@ -84,11 +86,15 @@ def described_experts(config: dict[str, Any], where: str) -> RoutedExperts:
             f"{where}: {architecture.activation} is {activation!r}, expected one of "
             f"{architecture.activations}"
         )
+    sizes = TrueSizes(
+        _size(config, "hidden_size", where), _size(config, architecture.intermediate, where)
+    )
     count = _size(config, "num_hidden_layers", where, MAX_LAYERS)
     experts = RoutedExperts(
         model_type=model_type,
         architecture=architecture,
-        geometry=_geometry(config, architecture, where),
+        geometry=sizes.padded(_expert_count(config, where)),
+        true_sizes=sizes,
         layers=_expected_layers(config, architecture.layers, count, where),
         topk=_size(config, architecture.topk, where),
         activation=activation,
@@ -139,17 +145,6 @@ def _size(config: dict[str, Any], key: str, where: str, limit: int = _MAX_SIZE) 
     if type(value) is not int or not 0 < value <= limit:
         raise FormatError(f"{where}: {key} is {value!r:.99}, expected an integer in 1..{limit}")
     return value
-
-
-def _geometry(config: dict[str, Any], architecture: Architecture, where: str) -> Geometry:
-    hidden = _size(config, "hidden_size", where)
-    intermediate = _size(config, architecture.intermediate, where)
-    experts = _expert_count(config, where)
-    try:
-        return Geometry(hidden, intermediate, experts)
-    except FormatError as error:
-        keys = f"hidden_size, {architecture.intermediate}"
-        raise FormatError(f"{where}: {keys}: {error}") from None
 
 
 def _expert_count(config: dict[str, Any], where: str) -> int:

@@ -26,6 +26,7 @@ from qsrt_runtime.format.manifest import (
     geometry_of,
     layers_of,
     text_config,
+    true_sizes_of,
 )
 
 READABLE = (*PLAIN, *dict.fromkeys(form.name for form in FORMATS))
@@ -72,7 +73,8 @@ def packed_experts(documents: Documents, where: str) -> RoutedExperts:
         raise FormatError(f"{where} counts {limit} layers, layer {layers[-1]} is packed")
     for what, described, packed in (
         ("layers with experts", list(experts.layers), [n for n in layers if n < count]),
-        ("sizes of the experts", experts.geometry, geometry_of(manifest)),
+        ("sizes of the experts", experts.true_sizes, true_sizes_of(manifest)),
+        ("experts of a layer", experts.geometry.experts, geometry_of(manifest).experts),
         ("experts a token goes to", experts.topk, manifest["geometry"]["topk"]),
     ):
         if described != packed:
@@ -255,7 +257,7 @@ def _limit(naming: Naming, nextn: int | None) -> int:
 
 
 def _check_routers(checkpoint: Checkpoint, experts: RoutedExperts) -> None:
-    shape = (experts.geometry.experts, experts.geometry.hidden)
+    shape = (experts.geometry.experts, experts.true_sizes.hidden)
     for layer in experts.layers:
         name = experts.naming.path(layer) + experts.architecture.router
         if name not in checkpoint.weights:

@@ -22,8 +22,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qsrt_runtime.arguments import X_DTYPES
 from qsrt_runtime.format import decode
+from qsrt_runtime.format.atom import Expert
 from qsrt_runtime.format.errors import FormatError
-from qsrt_runtime.format.geometry import Geometry
+from qsrt_runtime.format.geometry import Geometry, TrueSizes
 from qsrt_runtime.format.manifest import (
     ACTIVATIONS,
     CHECKSUMS,
@@ -72,12 +73,17 @@ class PackedExperts(torch.nn.Module):
     as int16, so that no change of the model's dtype touches them.
     """
 
-    def __init__(self, dense: torch.nn.Module, layer: int, geometry: Geometry) -> None:
+    def __init__(
+        self, dense: torch.nn.Module, layer: int, geometry: Geometry, true_sizes: TrueSizes
+    ) -> None:
         """dense: the module to stand in for, on the meta device."""
         super().__init__()
-        self.is_transposed = _shapes(dense) == _stacks(geometry, is_transposed=True)
+        self.is_transposed = _shapes(dense) == _stacks(
+            geometry.experts, true_sizes, is_transposed=True
+        )
         self.dense = (dense,)  # in a tuple, so that it is no submodule
-        self.layer, self.geometry, self.traits = layer, geometry, Traits()
+        self.layer, self.geometry, self.true_sizes = layer, geometry, true_sizes
+        self.traits = Traits()
         experts = geometry.experts
         shapes = {
             "atoms": ((geometry.slots, geometry.slot_stride(experts)), torch.uint8),
@@ -110,6 +116,7 @@ class PackedExperts(torch.nn.Module):
             atoms=self.atoms,
             activations=self.activations,
             traits=self.traits,
+            hidden_padding=self.geometry.hidden - self.true_sizes.hidden,
         )
 
     def forward(
@@ -124,7 +131,7 @@ class PackedExperts(torch.nn.Module):
         dense = self.dense[0].to_empty(device=self.atoms.device).to(dtype).train(self.training)
         weights = self.weights()
         for expert in range(self.geometry.experts):
-            decoded = decode.dense_expert(unpack_expert(weights, expert))
+            decoded = _unpadded(unpack_expert(weights, expert), self.true_sizes)
             gate_up, down = torch.cat([decoded["w1"], decoded["w3"]]), decoded["w2"]
             dense.gate_up_proj[expert] = gate_up.T if self.is_transposed else gate_up
             dense.down_proj[expert] = down.T if self.is_transposed else down
@@ -249,6 +256,20 @@ class QsrtQuantizer(HfQuantizer):
         return True
 
 
+def _unpadded(expert: Expert, sizes: TrueSizes) -> dict[str, torch.Tensor]:
+    """An expert's dense matrices of the model's own sizes, channels in the package's order.
+
+    Intermediate channels whose scales are all 0 add nothing; as many of them are left out as were
+    added, whichever these were.
+    """
+    scales = torch.stack([expert.w1.svh, expert.w3.svh, expert.w2.suh])
+    kept = scales.any(0).to(torch.uint8).argsort(descending=True, stable=True)
+    kept = kept[: sizes.intermediate].sort().values
+    dense = decode.dense_expert(expert)
+    w1, w3 = (dense[name][kept, : sizes.hidden] for name in ("w1", "w3"))
+    return {"w1": w1, "w3": w3, "w2": dense["w2"][: sizes.hidden, kept]}
+
+
 def _package_folder(model: PreTrainedModel, shard: Path) -> Path:
     """The package that a shard belongs to; what else is sealed in one on the Hub is fetched."""
     name = model.config.name_or_path
@@ -271,10 +292,11 @@ def _replace_experts(model: PreTrainedModel, package: Package) -> None:
         match = _EXPERTS.search(name)
         if match is None or int(match[1]) not in package.layers:
             continue
-        _check_plain(name, module, package.geometry)
+        sizes = (package.geometry, package.true_sizes)
+        _check_plain(name, module, package.geometry.experts, package.true_sizes)
         by_row = [*inspect.signature(module.forward).parameters] == ["hidden_states"]
         kind = PackedExpertsByRow if by_row else PackedExperts
-        packed = kind(module, int(match[1]), package.geometry)
+        packed = kind(module, int(match[1]), *sizes)
         model.set_submodule(name, packed)
         replaced.add(int(match[1]))
         buffers |= {re.escape(f"{name}.{key}") for key, _ in packed.named_buffers()}
@@ -290,13 +312,13 @@ def _replace_experts(model: PreTrainedModel, package: Package) -> None:
     model._keys_to_ignore_on_load_missing = ignored | buffers  # no shard has them
 
 
-def _check_plain(name: str, module: torch.nn.Module, geometry: Geometry) -> None:
+def _check_plain(name: str, module: torch.nn.Module, experts: int, sizes: TrueSizes) -> None:
     """Refuse experts that compute anything but down(act(gate x) * up x) from stacked weights.
 
     Stacks of matrices [out, in], or of all of them transposed.
     """
     found, where = _shapes(module), f"{name} ({type(module).__name__})"
-    expected, transposed = (_stacks(geometry, is_transposed=flag) for flag in (False, True))
+    expected, transposed = (_stacks(experts, sizes, is_transposed=flag) for flag in (False, True))
     if found not in (expected, transposed):
         raise FormatError(f"{where} has parameters {found}, the package fits {expected}")
     for key, value in {**_PLAIN, "is_transposed": found == transposed}.items():
@@ -311,14 +333,13 @@ def _shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
     return {key: tuple(value.shape) for key, value in module.named_parameters()}
 
 
-def _stacks(geometry: Geometry, *, is_transposed: bool) -> dict[str, tuple[int, ...]]:
+def _stacks(experts: int, sizes: TrueSizes, *, is_transposed: bool) -> dict[str, tuple[int, ...]]:
     """The shapes of a layer's stacks, of matrices [out, in] or [in, out]."""
-    gate_up = (2 * geometry.intermediate, geometry.hidden)
-    down = (geometry.hidden, geometry.intermediate)
+    gate_up, down = (2 * sizes.intermediate, sizes.hidden), (sizes.hidden, sizes.intermediate)
     step = -1 if is_transposed else 1
     return {
-        "gate_up_proj": (geometry.experts, *gate_up[::step]),
-        "down_proj": (geometry.experts, *down[::step]),
+        "gate_up_proj": (experts, *gate_up[::step]),
+        "down_proj": (experts, *down[::step]),
     }
 
 

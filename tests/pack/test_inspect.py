@@ -50,6 +50,8 @@ def test_a_package_of_ours(clean_package: Path) -> None:
         "experts_per_layer": 4,
         "hidden_size": 128,
         "intermediate_size": 256,
+        "true_hidden_size": 128,
+        "true_intermediate_size": 256,
         "topk": 2,
         "profile": "generic",
         "atom_slots": 8,
@@ -122,6 +124,8 @@ def test_a_published_package(golden: Path) -> None:
         "experts_per_layer": 4,
         "hidden_size": 1024,
         "intermediate_size": 512,
+        "true_hidden_size": 1024,
+        "true_intermediate_size": 512,
         "topk": 2,
         "profile": "fruit",
         "atom_slots": 16,
@@ -171,6 +175,8 @@ def test_a_kimi_layer_file(golden: Path) -> None:
         "experts_per_layer": 3,
         "hidden_size": 128,
         "intermediate_size": 3072,
+        "true_hidden_size": None,
+        "true_intermediate_size": None,
         "topk": None,
         "profile": "generic",
         "atom_slots": 96,
@@ -211,7 +217,7 @@ def test_a_layer_file_alone_says_what_its_package_says(golden: Path) -> None:
     changed = {key for key, value in package.items() if alone[key] != value}
     assert changed == {
         *("inspected", "path", "is_ours", "topk", "activations"),
-        *("producer_fingerprint", "seal_sha256"),
+        *("producer_fingerprint", "seal_sha256", "true_hidden_size", "true_intermediate_size"),
     }
     assert [alone[key] for key in ("inspected", "is_ours", "topk")] == ["layer_file", None, None]
     assert alone["bytes"]["total"] == 2_454_536
