@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import checkpoints
@@ -101,8 +102,23 @@ def kept(fp8: Path) -> Path:
         return convert(fp8, fp8.with_name("kept"), keep_dense_format=True)
 
 
+ROWS = {  # of README.md's table of formats
+    "fp8_block": "FP8 E4M3, a scale a block, cut at the edges",
+    "fp8_ue8m0": "the same with UE8M0 scales",
+    "fp8_tensor": "FP8 E4M3, a scale a tensor",
+    "fp8_channel": "FP8 E4M3, a scale a row",
+    "mxfp4_blocks": "MXFP4",
+    "mxfp4_f4": "MXFP4 of dtype F4",
+    "mxfp4_packed": "MXFP4, packed",
+    "nvfp4_modelopt": "NVFP4",
+    "nvfp4_packed": "NVFP4, packed",
+    "int4": "int4, a scale a group",
+    "int4_asymmetric": "the same with zero points",
+}
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_packed_as_what_it_decodes_to(tmp_path: Path, kind: str) -> None:
+def test_packed_as_what_it_decodes_to(tmp_path: Path, kind: str, repository: Path) -> None:
     source = small(tmp_path / "model", kind)
     twin = decoded(source, tmp_path / "plain")
     found, expected = (convert(s, s.with_name(f"{s.name}-qsrt")) for s in (source, twin))
@@ -129,6 +145,25 @@ def test_packed_as_what_it_decodes_to(tmp_path: Path, kind: str) -> None:
         "quant_method",
     }
     validate(found, deep=True, show_progress=False)
+    decode_package(found, tmp_path / "dense", dtype="float32", show_progress=False)
+    error = ((logits(tmp_path / "dense") - logits(twin)).norm() / logits(twin).norm()).item()
+    row = re.search(
+        rf"^\| {re.escape(ROWS[kind])} \|.*\| ([\d.]+) \|$",
+        (repository / "README.md").read_text(),
+        re.MULTILINE,
+    )
+    assert row is not None
+    assert error == pytest.approx(float(row[1]), rel=0.5)
+
+
+def logits(folder: Path) -> torch.Tensor:
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    with torch.no_grad():
+        return model.eval()(IDS, use_cache=False).logits
 
 
 @pytest.mark.parametrize("kind", ["fp8_block", "fp8_ue8m0", "mxfp4_packed"])
