@@ -11,6 +11,7 @@ from qsrt_pack.encode.padding import unpad_matrices
 from qsrt_pack.output import check_output, replacing
 from qsrt_pack.progress import bar
 from qsrt_pack.source import quantization
+from qsrt_pack.source.dtypes import to_bfloat16
 from qsrt_pack.source.formats import read_weight
 from qsrt_pack.source.models import RoutedExperts, packed_experts
 from qsrt_pack.source.naming import ExpertWeight
@@ -144,7 +145,8 @@ def decode_package(
         def payload(name: str) -> Iterable[bytes]:
             if name in dense.base:
                 if not dense.base[name].is_plain:
-                    return [tensor_data(dense.base_weight(name).to(torch.bfloat16))]
+                    weight = to_bfloat16(dense.base_weight(name), f"{path}: weight {name}")
+                    return [tensor_data(weight)]
                 shard, entry = dense.tensors[name]
                 return file_pieces(path / shard, entry.start, entry.end)
             return decoded(name)

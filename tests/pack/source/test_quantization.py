@@ -31,6 +31,15 @@ def test_of_a_text_model_inside_another() -> None:
     assert without(bare) == bare
 
 
+def test_two_that_differ() -> None:
+    """One for the whole and another for the text model in it: which is meant cannot be told."""
+    config = {KEY: KINDS["fp8_block"].config, "text_config": {KEY: KINDS["int4"].config}}
+    with pytest.raises(FormatError, match="quantization_config and another in text_config"):
+        read_quantization(config, "")
+    config["text_config"][KEY] = config[KEY]
+    assert read_quantization(config, "").method == "fp8"
+
+
 def changed(kind: str, **weights: object) -> dict:
     """The config of a kind with other `weights` in its group."""
     config = json.loads(json.dumps(KINDS[kind].config))
