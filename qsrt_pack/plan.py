@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from qsrt_pack.encode.expert import Settings, modes_tried, scale_search_weights
+from qsrt_pack.encode.expert import Settings, modes_tried
+from qsrt_pack.encode.matrix import scale_search_weights
 from qsrt_pack.encode.viterbi import search
 from qsrt_pack.guide import row_bytes
 from qsrt_pack.source.census import source_formats
