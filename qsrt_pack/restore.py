@@ -131,7 +131,8 @@ def decode_package(
     dense = DensePackage(path)
     check_output(out, path, overwrite)
     config = dense_config(dense.package)
-    kind = dtype or config.get("dtype") or config.get("torch_dtype") or "float32"
+    stated = manifests.text_config(config)
+    kind = dtype or stated.get("dtype") or stated.get("torch_dtype") or "float32"
     if not isinstance(kind, str) or kind not in DTYPES:
         raise FormatError(f"{path}: dtype {kind!r} is not one of {sorted(DTYPES)}; give --dtype")
     if dtype is not None:  # else transformers would load the experts in the old one

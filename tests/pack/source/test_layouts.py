@@ -191,6 +191,17 @@ def within(value: dict, **beside: object) -> dict:
     return {**outer, "text_config": text, **beside}
 
 
+def test_cf_1a_decode_takes_the_dtype_of_the_text_model(tmp_path: Path, small: Weights) -> None:
+    value = within(small_config())
+    value["text_config"]["dtype"] = value.pop("dtype")
+    inner = {name.replace("model.", "model.language_model.", 1): t for name, t in small.items()}
+    write_checkpoint(tmp_path / "model", weights=inner, config_value=value)
+    package = packed(tmp_path / "model", tmp_path / "package")
+    decode_package(package, tmp_path / "dense", show_progress=False)
+    (shard,) = (tmp_path / "dense").glob("*.safetensors")
+    assert {tensor.dtype for tensor in load_file(shard).values()} == {torch.bfloat16}
+
+
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
 def test_cf_1a_a_text_model_inside_another(
     tmp_path: Path, small: Weights, small_package: Path, prefix: str
