@@ -87,6 +87,12 @@ def layers_of(manifest: dict[str, Any]) -> list[int]:
     return sorted(int(key) for key in manifest["layers"])
 
 
+def same_by_layer(value: Any) -> Any:
+    """A value of config.json, which some families state as a list by layer, all alike."""
+    is_same = isinstance(value, list) and value and all(each == value[0] for each in value)
+    return value[0] if is_same else value
+
+
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
     """What config.json says of the text model: its `text_config`, if it has one, over the rest."""
     inner = config.get("text_config")
@@ -352,7 +358,7 @@ def check_config(
     }
     for key, expected in stated.items():
         if config.get(key) is not None:
-            _require_equal(config[key], expected, key, where, "the experts")
+            _require_equal(same_by_layer(config[key]), expected, key, where, "the experts")
 
 
 def _check_descriptor(documents: Documents, where: str) -> None:

@@ -249,6 +249,19 @@ def test_cf_1d_a_dense_checkpoint(tmp_path: Path, weights: Weights) -> None:
     refused(tmp_path / "m", none, config(model_type="llama"), "has no routed experts")
 
 
+@pytest.mark.parametrize("key", ["moe_intermediate_size", "num_experts_per_tok", "num_experts"])
+def test_a_size_by_layer(tmp_path: Path, weights: Weights, key: str) -> None:
+    """As Hunyuan's config.json states some of its sizes."""
+    value = config()
+    value[key] = [value[key]] * 2
+    write_checkpoint(tmp_path / "m", weights=weights, config_value=value)
+    prepared = job.prepare(tmp_path / "m", tmp_path / "p", Settings(search="fast"))
+    assert (prepared.experts.topk, prepared.experts.geometry.experts) == (2, 4)
+    for n, bad in enumerate(([value[key][0], 1], [])):
+        message = rf"{key} is \[.*expected an integer"
+        refused(tmp_path / str(n), weights, value | {key: bad}, message)
+
+
 def deepseek(**changes: object) -> dict:
     value = config(model_type="deepseek_v3", mlp_only_layers=None, decoder_sparse_step=None)
     return {**value, "num_hidden_layers": 3, "first_k_dense_replace": 1, **changes}
