@@ -21,6 +21,7 @@ from qsrt_runtime.format import decode, paths, schema
 from qsrt_runtime.format import manifest as manifests
 from qsrt_runtime.format.container import Layer
 from qsrt_runtime.format.errors import FormatError
+from qsrt_runtime.format.evidence import low_to_high
 from qsrt_runtime.format.geometry import RECORD
 from qsrt_runtime.format.package import (
     Package,
@@ -97,7 +98,7 @@ class DensePackage:
         """One expert's decoded matrix [out, in] float32 in the source's channel order."""
         if self._expert is None or self._expert[:2] != (number, expert):
             layer, evidence = self._read_layer(number)
-            order = manifests.low_to_high(
+            order = low_to_high(
                 evidence["experts"][expert]["low_to_high"],
                 layer.geometry.intermediate,
                 f"{self.package.evidence_name(number)}: expert {expert}",
@@ -181,14 +182,12 @@ def _kept_quantization(package: Package) -> Quantization:
     return quantization.read_quantization(config, str(package.path / manifests.CONFIG))
 
 
-def source_order(
-    weights: dict[str, torch.Tensor], low_to_high: torch.Tensor
-) -> dict[str, torch.Tensor]:
+def source_order(weights: dict[str, torch.Tensor], order: torch.Tensor) -> dict[str, torch.Tensor]:
     """Dense matrices from stored order to the source's order of intermediate channels.
 
-    weights: w1, w3 [I, H], w2 [H, I].   low_to_high: [I], see qsrt_runtime.format.manifest.
+    weights: w1, w3 [I, H], w2 [H, I].   order: [I], see evidence.low_to_high.
     """
-    channel = low_to_high[stored_channels(len(low_to_high) // RECORD)]
+    channel = order[stored_channels(len(order) // RECORD)]
     place = torch.argsort(channel)
     return {m: w[:, place] if m == "w2" else w[place] for m, w in weights.items()}
 
