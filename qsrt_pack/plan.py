@@ -54,10 +54,8 @@ def make_plan(
     finished: layers that a stopped run has left.   carried_as: see carried_tensors.
     """
     geometry = experts.geometry
-    base, formats = (
-        carried_tensors(checkpoint, experts, carried_as),
-        source_formats(checkpoint, experts),
-    )
+    base = carried_tensors(checkpoint, experts, carried_as)
+    formats = source_formats(checkpoint, experts)
     base_bytes = sum(tensor_bytes(*spec) for spec in base.values())
     side_bytes = sum((checkpoint.path / name).stat().st_size for name in checkpoint.carried)
     layer_bytes = container.layer_file_bytes(geometry)

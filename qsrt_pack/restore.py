@@ -43,7 +43,8 @@ class DensePackage:
 
     tensors: what the carried shards hold.   base: what that decodes to, by name.
     experts: shape of every tensor of experts by name, in the source's own layout.
-    Keeps the layer and the expert read last, so that reading in order decodes each once.
+    Keeps the layer and the expert read last, so that reading in order decodes each once, and
+    twice where experts are stacked: gate and up of all come before down of all.
     """
 
     def __init__(self, path: Path) -> None:
