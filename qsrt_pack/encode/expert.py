@@ -31,7 +31,7 @@ class Settings:
     seed: of the sign draws.   search: a method of viterbi.METHODS.   modes: "R0" alone, or "all"
     nine combinations (four where there are two records), keeping the least weight error.
     hidden_side: whether "layer" or "expert" has signs and scales of its own on the hidden side.
-    device: the kind that encodes, "cpu" or "cuda", whose roundings differ.
+    device: the kind that encodes, see viterbi.device_kind; their roundings differ.
     calibration_sha256: the digest of the statistics that guide it, None without.
     """
 
