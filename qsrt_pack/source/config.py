@@ -157,7 +157,8 @@ def _expected_layers(
     config: dict[str, Any], rule: LayerRule, count: int, where: str
 ) -> tuple[int, ...]:
     first = _number(config, rule.first, 0, where)
-    last = _number(config, rule.last, count - 1, where)
+    last = _number(config, rule.last, -1, where, least=-1)
+    last = count - 1 if last == -1 else last
     flags = _flags(config, rule.step, count, where)
     step = _number(config, rule.step, 1, where, least=1) if flags is None else 1
     offset = rule.offset if type(rule.offset) is int else _number(config, rule.offset, 0, where)

@@ -10,6 +10,7 @@ from qsrt_runtime.format.errors import FormatError
     [
         ("ernie4_5_moe", {"moe_layer_start_index": 1, "moe_layer_end_index": 3}, (1, 2, 3)),
         ("ernie4_5_moe", {"moe_layer_interval": 2}, (1, 3, 5)),
+        ("ernie4_5_moe", {"moe_layer_start_index": 3, "moe_layer_end_index": -1}, (3, 4, 5)),
         ("jamba", {"expert_layer_period": 2, "expert_layer_offset": 1}, (1, 3, 5)),
         ("jamba", {"expert_layer_period": 3, "expert_layer_offset": 0}, (0, 3)),
         ("llama4_text", {"interleave_moe_layer_step": 3}, (2, 5)),
