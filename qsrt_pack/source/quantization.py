@@ -69,9 +69,12 @@ class Quantization:
 
 def stated(config: dict[str, Any]) -> Any:
     """The quantization_config of a config.json, or of the text model in it; None without one."""
-    inner = config.get(_TEXT)
-    found = [level.get(KEY) for level in (config, inner) if isinstance(level, dict)]
-    return next((value for value in found if value is not None), None)
+    return next(iter(_all_stated(config)), None)
+
+
+def _all_stated(config: dict[str, Any]) -> list[Any]:
+    levels = [level for level in (config, config.get(_TEXT)) if isinstance(level, dict)]
+    return [level[KEY] for level in levels if level.get(KEY) is not None]
 
 
 def without(config: dict[str, Any]) -> dict[str, Any]:
@@ -84,9 +87,12 @@ def without(config: dict[str, Any]) -> dict[str, Any]:
 
 def read_quantization(config: dict[str, Any], where: str) -> Quantization:
     """Read config.json's quantization_config; FormatError for a method that is not read."""
-    value = stated(config)
-    if value is None:
+    found = _all_stated(config)
+    if not found:
         return Quantization(None, _modules([], where), ())
+    value = found[0]
+    if found[-1] != value:
+        raise FormatError(f"{where} has a {KEY} and another in {_TEXT}; which is meant")
     where = f"{where}: {KEY}"
     if isinstance(value, dict) and isinstance(value.get("quantization"), dict):
         value = {**value, **value["quantization"]}  # older modelopt

@@ -165,6 +165,8 @@ def test_packed_decoded_and_run(packed, repository):
 def test_other_layouts_give_the_same_package(packed):
     """CV-1a. And what such a package decodes to is in the source's layout, and loads."""
     layouts = {layout.name for layout in experts_of(packed).architecture.layouts}
+    if len(layouts) == 1:
+        pytest.skip("read in one layout alone")
     for layout in layouts - {KINDS[packed.name].layout}:
         source, package, dense = (
             packed.folder / f"{layout}-{n}" for n in ("model", "package", "dense")

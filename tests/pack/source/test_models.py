@@ -279,6 +279,11 @@ def test_carried_tensors_are_all_others(tmp_path: Path, weights: Weights) -> Non
     [
         ("swiglu_limit", 10.0),
         ("first_k_dense_replace", 1),
+        ("expert_bias", True),
+        ("mlp_bias", True),
+        ("quantization", {"quant_method": "fp8"}),
+        ("compression_config", {"config_groups": {}, "quant_method": "compressed-tensors"}),
+        ("transformers_weights", "model.gguf"),
     ],
 )
 def test_a_field_that_would_change_the_experts(
