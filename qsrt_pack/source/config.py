@@ -8,7 +8,7 @@ from qsrt_pack.source.architectures import ARCHITECTURES, Architecture, LayerRul
 from qsrt_pack.source.naming import MATRICES, ExpertWeight, Naming
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.geometry import Geometry, TrueSizes
-from qsrt_runtime.format.manifest import text_config
+from qsrt_runtime.format.manifest import alike, text_config
 
 # Keys of config.json for the number of experts; transformers 5 renames the first on saving.
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -139,9 +139,7 @@ def nextn_count(config: dict[str, Any], where: str) -> int | None:
 
 
 def _size(config: dict[str, Any], key: str, where: str, limit: int = _MAX_SIZE) -> int:
-    value = config.get(key)
-    if isinstance(value, list) and value and all(each == value[0] for each in value):
-        value = value[0]  # one for each layer, all alike
+    value = alike(config.get(key))
     if type(value) is not int or not 0 < value <= limit:
         raise FormatError(f"{where}: {key} is {value!r:.99}, expected an integer in 1..{limit}")
     return value
@@ -159,7 +157,8 @@ def _expected_layers(
     config: dict[str, Any], rule: LayerRule, count: int, where: str
 ) -> tuple[int, ...]:
     first = _number(config, rule.first, 0, where)
-    last = _number(config, rule.last, count - 1, where)
+    last = _number(config, rule.last, -1, where, least=-1)
+    last = count - 1 if last == -1 else last
     flags = _flags(config, rule.step, count, where)
     step = _number(config, rule.step, 1, where, least=1) if flags is None else 1
     offset = rule.offset if type(rule.offset) is int else _number(config, rule.offset, 0, where)

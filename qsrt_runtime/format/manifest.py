@@ -93,6 +93,12 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, **inner} if isinstance(inner, dict) else config
 
 
+def alike(value: Any) -> Any:
+    """A value of config.json, or the one that it lists for every layer."""
+    is_list = isinstance(value, list) and value and all(each == value[0] for each in value)
+    return value[0] if is_list else value
+
+
 def descriptor(manifest: dict[str, Any]) -> dict[str, Any]:
     """The `qsrt` block of config.json that agrees with a manifest."""
     return {
@@ -351,8 +357,9 @@ def check_config(
         "num_experts_per_tok": topk,
     }
     for key, expected in stated.items():
-        if config.get(key) is not None:
-            _require_equal(config[key], expected, key, where, "the experts")
+        found = alike(config.get(key))
+        if found is not None:
+            _require_equal(found, expected, key, where, "the experts")
 
 
 def _check_descriptor(documents: Documents, where: str) -> None:
