@@ -120,8 +120,10 @@ def _modules(names: list[str], where: str) -> _Modules:
     """Modules by name, by `re:` and an expression, or with * for anything."""
     expressions = [name.removeprefix("re:") for name in names if name.startswith("re:")]
     globs = [name for name in names if "*" in name and not name.startswith("re:")]
+    if globs:  # as one, since there may be hundreds, and modules by the hundred thousand
+        expressions.append("|".join(map(fnmatch.translate, globs)))
     try:
-        patterns = [re.compile(each) for each in expressions + list(map(fnmatch.translate, globs))]
+        patterns = [re.compile(each) for each in expressions]
     except re.error as error:
         raise FormatError(f"{where}: {error.pattern!r} is no regular expression") from None
     return _Modules(frozenset(names) - set(globs), tuple(patterns))
