@@ -70,7 +70,8 @@ def evaluate(
     totals = _Totals()
     with bar("eval", count, "windows", show_progress) as advance, torch.inference_mode():
         for row in tokens[: count * size].unflatten(0, (count, size)):
-            totals.add(original(row[None]).logits[0], packed(row[None]).logits[0], row)
+            logits = (model(row[None], use_cache=False).logits[0] for model in (original, packed))
+            totals.add(*logits, row)
             advance(1)
     source_sha256 = dense.package.documents.manifest["source"]["source_sha256"]
     report = {
