@@ -316,6 +316,15 @@ def test_no_cache_is_asked_for(text: Path, tmp_path: Path) -> None:
     assert 0 < report["kl_mean"] < 0.1
 
 
+def test_a_model_that_transformers_cannot_run(text: Path, tmp_path: Path) -> None:
+    """Llama4ForConditionalGeneration needs images."""
+    write_model(tmp_path / "model", "llama4")
+    write_tokenizer(tmp_path / "model")
+    package = packed(tmp_path / "model", tmp_path / "package")
+    with pytest.raises(FormatError, match=r"transformers cannot run .*model: AttributeError"):
+        evaluate(package, tmp_path / "model", text, windows=1, show_progress=False)
+
+
 def test_a_model_of_images_and_text(text: Path, tmp_path: Path) -> None:
     sizes = {
         **{"hidden_size": 128, "num_hidden_layers": 1, "vocab_size": 64, "head_dim": 32},
