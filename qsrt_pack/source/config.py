@@ -12,6 +12,7 @@ from qsrt_runtime.format.manifest import alike, text_config
 
 # Keys of config.json for the number of experts; transformers 5 renames the first on saving.
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_TOPK = "num_experts_per_tok"  # which transformers saves by another name for some families
 # Keys of config.json for the number of layers of next-token prediction.
 _NEXTN = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 # Keys that name an activation.
@@ -90,20 +91,20 @@ def described_experts(config: dict[str, Any], where: str) -> RoutedExperts:
         _size(config, "hidden_size", where), _size(config, architecture.intermediate, where)
     )
     count = _size(config, "num_hidden_layers", where, MAX_LAYERS)
+    topk = _TOPK if config.get(architecture.topk) is None and _TOPK in config else architecture.topk
     experts = RoutedExperts(
         model_type=model_type,
         architecture=architecture,
         geometry=sizes.padded(_expert_count(config, where)),
         true_sizes=sizes,
         layers=_expected_layers(config, architecture.layers, count, where),
-        topk=_size(config, architecture.topk, where),
+        topk=_size(config, topk, where),
         activation=activation,
         naming=Naming(architecture.layouts[0], MODEL_PREFIX, count),
     )
     if experts.topk > experts.geometry.experts:
         raise FormatError(
-            f"{where}: {architecture.topk} is {experts.topk}, more than "
-            f"the {experts.geometry.experts} experts"
+            f"{where}: {topk} is {experts.topk}, more than the {experts.geometry.experts} experts"
         )
     return experts
 
