@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from qsrt_pack.source import quantization
 from qsrt_pack.source.architectures import ARCHITECTURES, Architecture, LayerRule
 from qsrt_pack.source.naming import MATRICES, ExpertWeight, Naming
 from qsrt_runtime.format.errors import FormatError
@@ -125,6 +126,7 @@ def check_levels(config: dict[str, Any], where: str) -> None:
     if not isinstance(inner, dict):
         raise FormatError(f"{where}: text_config is {inner!r:.99}, expected an object")
     keys = {"hidden_size", "num_hidden_layers", *_EXPERT_COUNTS, *_NEXTN, *ACTIVATION_KEYS}
+    keys.add(quantization.KEY)
     for key in sorted(keys.union(*(each.keys() for each in ARCHITECTURES.values()))):
         above, below = config.get(key), inner.get(key)
         if None not in (above, below) and above != below:
@@ -147,7 +149,7 @@ def _size(config: dict[str, Any], key: str, where: str, limit: int = _MAX_SIZE) 
 
 
 def _expert_count(config: dict[str, Any], where: str) -> int:
-    keys = [key for key in _EXPERT_COUNTS if key in config] or [_EXPERT_COUNTS[0]]
+    keys = [key for key in _EXPERT_COUNTS if config.get(key) is not None] or [_EXPERT_COUNTS[0]]
     counts = {key: _size(config, key, where, _MAX_EXPERTS) for key in keys}
     if len(set(counts.values())) > 1:
         raise FormatError(f"{where}: the number of experts is in conflict: {counts}")
