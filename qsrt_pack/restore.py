@@ -138,8 +138,7 @@ def decode_package(
     if not isinstance(kind, str) or kind not in DTYPES:
         raise FormatError(f"{path}: dtype {kind!r} is not one of {sorted(DTYPES)}; give --dtype")
     if dtype is not None:  # else transformers would load the experts in the old one
-        config = {key: value for key, value in config.items() if key != "torch_dtype"}
-        config["dtype"] = dtype
+        config = _with_dtype(config, dtype)
     with (
         replacing(out, overwrite=overwrite) as folder,
         bar("decode", dense.block_count, "tensors", show_progress) as advance,
@@ -174,6 +173,14 @@ def dense_config(package: Package) -> dict[str, Any]:
     """config.json without what packing added to it."""
     added = ("quantization_config", manifests.TRANSFORMERS_WEIGHTS)
     return {key: value for key, value in package.documents.config.items() if key not in added}
+
+
+def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """A config.json that states a dtype, of the text model in it too."""
+    changed = {key: value for key, value in config.items() if key != "torch_dtype"}
+    if isinstance(config.get("text_config"), dict):
+        changed["text_config"] = _with_dtype(config["text_config"], dtype)
+    return changed | {"dtype": dtype}
 
 
 def _kept_quantization(package: Package) -> Quantization:

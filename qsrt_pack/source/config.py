@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from qsrt_pack.source import quantization
 from qsrt_pack.source.architectures import ARCHITECTURES, Architecture, LayerRule
 from qsrt_pack.source.naming import MATRICES, ExpertWeight, Naming
 from qsrt_runtime.format.errors import FormatError
@@ -12,6 +13,7 @@ from qsrt_runtime.format.manifest import same_by_layer, text_config
 
 # Keys of config.json for the number of experts; transformers 5 renames the first on saving.
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_TOPK = "num_experts_per_tok"  # which transformers saves by another name for some families
 # Keys of config.json for the number of layers of next-token prediction.
 _NEXTN = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 # Keys that name an activation.
@@ -90,20 +92,20 @@ def described_experts(config: dict[str, Any], where: str) -> RoutedExperts:
         _size(config, "hidden_size", where), _size(config, architecture.intermediate, where)
     )
     count = _size(config, "num_hidden_layers", where, MAX_LAYERS)
+    topk = _TOPK if config.get(architecture.topk) is None and _TOPK in config else architecture.topk
     experts = RoutedExperts(
         model_type=model_type,
         architecture=architecture,
         geometry=sizes.padded(_expert_count(config, where)),
         true_sizes=sizes,
         layers=_expected_layers(config, architecture.layers, count, where),
-        topk=_size(config, architecture.topk, where),
+        topk=_size(config, topk, where),
         activation=activation,
         naming=Naming(architecture.layouts[0], MODEL_PREFIX, count),
     )
     if experts.topk > experts.geometry.experts:
         raise FormatError(
-            f"{where}: {architecture.topk} is {experts.topk}, more than "
-            f"the {experts.geometry.experts} experts"
+            f"{where}: {topk} is {experts.topk}, more than the {experts.geometry.experts} experts"
         )
     return experts
 
@@ -124,6 +126,7 @@ def check_levels(config: dict[str, Any], where: str) -> None:
     if not isinstance(inner, dict):
         raise FormatError(f"{where}: text_config is {inner!r:.99}, expected an object")
     keys = {"hidden_size", "num_hidden_layers", *_EXPERT_COUNTS, *_NEXTN, *ACTIVATION_KEYS}
+    keys.add(quantization.KEY)
     for key in sorted(keys.union(*(each.keys() for each in ARCHITECTURES.values()))):
         above, below = config.get(key), inner.get(key)
         if None not in (above, below) and above != below:
@@ -146,7 +149,7 @@ def _size(config: dict[str, Any], key: str, where: str, limit: int = _MAX_SIZE) 
 
 
 def _expert_count(config: dict[str, Any], where: str) -> int:
-    keys = [key for key in _EXPERT_COUNTS if key in config] or [_EXPERT_COUNTS[0]]
+    keys = [key for key in _EXPERT_COUNTS if config.get(key) is not None] or [_EXPERT_COUNTS[0]]
     counts = {key: _size(config, key, where, _MAX_EXPERTS) for key in keys}
     if len(set(counts.values())) > 1:
         raise FormatError(f"{where}: the number of experts is in conflict: {counts}")

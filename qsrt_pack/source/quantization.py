@@ -14,7 +14,6 @@ from qsrt_runtime.format.errors import FormatError
 KEY = "quantization_config"
 _TEXT = "text_config"  # where a model of images and text has its text model
 _LISTS = ("modules_to_not_convert", "ignored_layers", "exclude_modules", "ignore")
-_DEFAULT_BLOCK = (128, 128)  # of quant_method fp8 without weight_block_size, as in transformers
 _MODELOPT = {"FP8": "fp8", "NVFP4": "nvfp4"}
 
 
@@ -104,7 +103,7 @@ def read_quantization(config: dict[str, Any], where: str) -> Quantization:
     if method == "modelopt":
         scheme = Scheme((_MODELOPT[value["quant_algo"]],))
     elif method == "fp8":
-        block = value.get("weight_block_size", _DEFAULT_BLOCK)
+        block = value.get("weight_block_size")
         scheme = Scheme(("fp8", "mxfp4"), block and tuple(block))
     else:
         scheme = Scheme((method,))
@@ -127,8 +126,10 @@ def _modules(names: list[str], where: str) -> _Modules:
     """Modules by name, by `re:` and an expression, or with * for anything."""
     expressions = [name.removeprefix("re:") for name in names if name.startswith("re:")]
     globs = [name for name in names if "*" in name and not name.startswith("re:")]
+    if globs:  # as one, since there may be hundreds, and modules by the hundred thousand
+        expressions.append("|".join(map(fnmatch.translate, globs)))
     try:
-        patterns = [re.compile(each) for each in expressions + list(map(fnmatch.translate, globs))]
+        patterns = [re.compile(each) for each in expressions]
     except re.error as error:
         raise FormatError(f"{where}: {error.pattern!r} is no regular expression") from None
     return _Modules(frozenset(names) - set(globs), tuple(patterns))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import checkpoints
 import pytest
+import quantized
 import torch
 from checkpoints import PARTS, config, expert_key, write_checkpoint
 from safetensors.torch import load_file
@@ -233,6 +234,18 @@ def test_cf_1b_next_token_prediction_in_conflict(
 def test_cf_1b_levels_in_conflict(tmp_path: Path, weights: Weights, key: str) -> None:
     value = within(config(), **{key: config()[key] * 2})
     refused(tmp_path / "m", weights, value, f"{key} is {2 * config()[key]}, and .* in text_config")
+
+
+def test_cf_1b_two_quantizations(tmp_path: Path) -> None:
+    source = quantized.write_checkpoint(tmp_path / "model", quantized.KINDS["fp8_block"])
+    value = json.loads((source / "config.json").read_text())
+    inner = {"quantization_config": value["quantization_config"]}
+    checkpoints.edit_json(source / "config.json", lambda v: v.update(text_config=inner))
+    assert find_experts(open_checkpoint(source)).layers == (0, 1)
+    inner["quantization_config"]["quant_method"] = "gptq"
+    checkpoints.edit_json(source / "config.json", lambda v: v.update(text_config=inner))
+    with pytest.raises(FormatError, match=r"quantization_config is .*'gptq'.* in text_config"):
+        find_experts(open_checkpoint(source))
 
 
 def test_cf_1b_levels_that_agree(tmp_path: Path, weights: Weights) -> None:

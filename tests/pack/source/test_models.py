@@ -233,6 +233,12 @@ def test_cf_1c_the_expert_count_by_its_other_name(
     assert found(tmp_path / "m", weights, num_local_experts=4, **changes).geometry.experts == 4
 
 
+def test_cf_1c_an_expert_count_of_null(tmp_path: Path, weights: Weights) -> None:
+    value = config() | {"num_local_experts": None}
+    checkpoints.write_checkpoint(tmp_path / "m", weights=weights, config_value=value)
+    assert find_experts(open_checkpoint(tmp_path / "m")).geometry.experts == 4
+
+
 def test_cf_1c_expert_counts_in_conflict(tmp_path: Path, weights: Weights) -> None:
     refused(tmp_path / "m", weights, "number of experts is in conflict", num_local_experts=5)
 

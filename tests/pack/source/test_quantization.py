@@ -137,6 +137,21 @@ def test_modules_that_are_not_converted(tmp_path: Path, listed: str, is_left: bo
         write(tmp_path, named(parts), config)
 
 
+def test_one_of_several_patterns(tmp_path: Path) -> None:
+    config = {"quant_method": "fp8", "modules_to_not_convert": ["a*", "*b", "re:c", "lay*"]}
+    refused(tmp_path, make("fp8_block", 128, 256), config, "not quantized")
+
+
+def test_sparse_weights_that_are_stored_densely(tmp_path: Path) -> None:
+    """As older llm-compressor states them."""
+    parts, sparse = make("int4", 128, 256), {"format": "dense", "global_sparsity": 0.1}
+    config = KINDS["int4"].config | {"sparsity_config": sparse}
+    opened = write(tmp_path / "good", named(parts), config)
+    assert [weight.format for weight in opened.weights.values()] == ["int4"]
+    config = KINDS["int4"].config | {"sparsity_config": {"format": "sparse-bitmask"}}
+    refused(tmp_path / "bad", parts, config, r"sparsity_config\.format: 'dense' was expected")
+
+
 def test_groups_of_compressed_tensors_by_name(tmp_path: Path) -> None:
     """Experts in int4 and the rest in FP8, the general group first."""
     int4, fp8 = (KINDS[k].config["config_groups"]["group_0"] for k in ("int4", "fp8_channel"))
