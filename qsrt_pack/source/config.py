@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from qsrt_pack.source import quantization
 from qsrt_pack.source.architectures import ARCHITECTURES, Architecture, LayerRule
 from qsrt_pack.source.naming import MATRICES, ExpertWeight, Naming
 from qsrt_runtime.format.errors import FormatError
@@ -126,7 +125,6 @@ def check_levels(config: dict[str, Any], where: str) -> None:
     if not isinstance(inner, dict):
         raise FormatError(f"{where}: text_config is {inner!r:.99}, expected an object")
     keys = {"hidden_size", "num_hidden_layers", *_EXPERT_COUNTS, *_NEXTN, *ACTIVATION_KEYS}
-    keys.add(quantization.KEY)
     for key in sorted(keys.union(*(each.keys() for each in ARCHITECTURES.values()))):
         above, below = config.get(key), inner.get(key)
         if None not in (above, below) and above != below:

@@ -244,8 +244,8 @@ def test_cf_1b_two_quantizations(tmp_path: Path) -> None:
     assert find_experts(open_checkpoint(source)).layers == (0, 1)
     inner["quantization_config"]["quant_method"] = "gptq"
     checkpoints.edit_json(source / "config.json", lambda v: v.update(text_config=inner))
-    with pytest.raises(FormatError, match=r"quantization_config is .*'gptq'.* in text_config"):
-        find_experts(open_checkpoint(source))
+    with pytest.raises(FormatError, match="quantization_config and another in text_config"):
+        open_checkpoint(source)
 
 
 def test_cf_1b_levels_that_agree(tmp_path: Path, weights: Weights) -> None:
