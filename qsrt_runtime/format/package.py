@@ -11,11 +11,13 @@ from qsrt_runtime.format.container import Layer, read_layer
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.format.manifest import (
+    CARD,
     CHECKSUMS,
     CONFIG,
     INDEX,
     MANIFEST,
     MARKER,
+    REPORT,
     REQUIRED_FILES,
     Documents,
 )
@@ -51,7 +53,7 @@ class Package:
     @property
     def side_files(self) -> list[str]:
         """Listed files that are neither weights nor a document of the format."""
-        own = {MANIFEST, CONFIG, INDEX, ".gitattributes"}
+        own = {MANIFEST, CONFIG, INDEX, CARD, REPORT, ".gitattributes"}
         own |= {self.layer_name(n) for n in self.layers}
         own |= {self.evidence_name(n) for n in self.layers}
         own |= set(self.documents.index["weight_map"].values())
@@ -168,11 +170,14 @@ def check_base(package: Package) -> None:
         raise FormatError(f"{where}: metadata.total_size is {stated}, the tensors take {size}")
 
 
-def seal(folder: Path) -> None:
-    """Write MANIFEST.sha256 and, last, the marker of a folder whose documents are in place."""
+def seal(folder: Path, known: dict[str, str] | None = None) -> None:
+    """Write MANIFEST.sha256 and, last, the marker of a folder whose documents are in place.
+
+    known: digests of files that need not be read for them.
+    """
     manifest = schema.read(folder / MANIFEST)
     names = [n for n in paths.files_below(folder) if n not in (CHECKSUMS, MARKER)]
-    digests = {name: paths.sha256_file(folder / name) for name in names}
+    digests = {n: (known or {}).get(n) or paths.sha256_file(folder / n) for n in names}
     listing = "".join(f"{digests[name]}  {name}\n" for name in sorted(names))
     paths.write_file(folder / CHECKSUMS, listing.encode())
     marker = {
