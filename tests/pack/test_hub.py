@@ -262,8 +262,6 @@ def test_pk_7e_answers_are_told_apart(
     is_retried: bool,
 ) -> None:
     push(pkg, NAME, **FACTS)
-    (pkg / "README.md").unlink()
-    seal(pkg)
     start = len(hub.requests)
     # By then push has made sure of the repository; pull asks for nothing else first.
     kind = "/preupload/" if action == "push" else f"^GET /api/models/{NAME}$"
@@ -271,7 +269,7 @@ def test_pk_7e_answers_are_told_apart(
     hub.fault = lambda r: status if hub.count(kind) > asked and r.number > start else None
     with pytest.raises(HubError, match=message) as caught:
         if action == "push":
-            push(pkg, NAME, **FACTS)
+            push(pkg, NAME, **FACTS | {"license_id": "mit"})
         else:
             pull(NAME, tmp_path / "out", show_progress=False)
     assert hub.token not in str(caught.value) and "\n" not in str(caught.value)
@@ -353,7 +351,7 @@ def test_pk_8_the_token_is_in_no_output(hub: FakeHub, pkg: Path, tmp_path: Path)
         (from_file, 0),
         (from_file, None),
     ]:
-        hub.fault = lambda r, f=fault: f if r.method == "POST" and "preupload" in r.path else None
+        hub.fault = lambda r, f=fault: f if r.method == "POST" and "/commit/" in r.path else None
         out, err = (process := command(*words, env=env)).communicate()
         assert process.returncode == (fault is not None), err
         assert "Traceback (most recent call last)\n" not in err
