@@ -29,7 +29,18 @@ class _Location(click.Path):
         return Path(os.path.abspath(super().convert(value, param, ctx)))
 
 
-LOCATION = _Location()
+class _Source(_Location):
+    """A folder that is read: a path made absolute, or a repository's name, which stays text."""
+
+    name = "folder or repository"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Path | str:
+        from qsrt_runtime.hub import is_repository
+
+        return value if is_repository(value) else super().convert(value, param, ctx)
+
+
+LOCATION, SOURCE = _Location(), _Source()
 _INSTALL = {  # what brings a module
     "numba": "'qsrt[pack]'",
     "rich": "'qsrt[pack]'",
@@ -407,8 +418,8 @@ def decode(
 
 
 @main.command("eval")
-@click.argument("package", type=LOCATION)
-@click.option("--reference", type=LOCATION, required=True, help="The unquantized checkpoint.")
+@click.argument("package", type=SOURCE)
+@click.option("--reference", type=SOURCE, required=True, help="The unquantized checkpoint.")
 @click.option("--text", type=LOCATION, required=True, help="A UTF-8 text file.")
 @click.option("--window", type=click.IntRange(2), help="Tokens read at once [1024 or less].")
 @click.option("--windows", type=click.IntRange(1), help="How many windows [all].")
@@ -416,8 +427,8 @@ def decode(
 @click.pass_obj
 def eval_command(
     show_progress: bool,
-    package: Path,
-    reference: Path,
+    package: Path | str,
+    reference: Path | str,
     text: Path,
     window: int | None,
     windows: int | None,
@@ -426,11 +437,19 @@ def eval_command(
     """Compare a package with its original model.
 
     Reports KL, agreement and perplexity on a text, in float32; both models are in memory at once.
+    Both may be folders or repositories on the Hub, OWNER/NAME[@REVISION].
     """
     from qsrt_pack.evaluate import describe, evaluate
+    from qsrt_pack.hub import checkpoint_folder
+    from qsrt_runtime.hub import local_folder
 
     report = evaluate(
-        package, reference, text, window=window, windows=windows, show_progress=show_progress
+        local_folder(package),
+        checkpoint_folder(reference),
+        text,
+        window=window,
+        windows=windows,
+        show_progress=show_progress,
     )
     if as_json:
         _print_json(report)

@@ -29,7 +29,7 @@ from qsrt_runtime.format import paths, schema
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.manifest import CARD, CHECKSUMS, MANIFEST, MARKER, REPORT
 from qsrt_runtime.format.package import Package, open_package, seal
-from qsrt_runtime.hub import HubError, attempt, resolve
+from qsrt_runtime.hub import HubError, attempt, is_repository, local_folder, resolve
 
 _ATTRIBUTES = ".gitattributes"
 _OF_THE_HUB = {_ATTRIBUTES, "README.md", "LICENSE"}  # what a new repository may hold
@@ -137,6 +137,37 @@ def pull(
             state_file(out).unlink()  # what was downloaded goes, too
             raise
     return report["seal_sha256"]
+
+
+def checkpoint_folder(path: str | Path) -> Path:
+    """local_folder of a checkpoint: of a repository everything but code and other weights.
+
+    FormatError where it has no safetensors.
+    """
+    name = str(path)
+    if not is_repository(name):
+        return Path(path)
+    repository, _, revision = name.partition("@")
+    api = HfApi(library_name="qsrt", library_version=qsrt_runtime.__version__)
+    names = attempt(
+        f"{name} is no folder here; on the Hub",
+        lambda: api.list_repo_files(repository, revision=revision or None),
+    )
+    refused = [n for n in names if paths.WEIGHTS_OR_CODE.search(n)]
+    refused = sorted(n for n in refused if not n.endswith(".safetensors"))
+    if refused:
+        _log.info("not downloaded, since code and pickles are never run: %s", ", ".join(refused))
+    if refused and not any(n.endswith(".safetensors") for n in names):
+        raise FormatError(
+            f"{name} has its weights only as {refused[0]}, which is never opened; save it as "
+            "safetensors first (transformers: model.save_pretrained(folder))"
+        )
+    return local_folder(name, ignore=[_literal(n) for n in refused])
+
+
+def _literal(name: str) -> str:
+    """The pattern that matches just this name."""
+    return re.sub(r"([*?\[])", r"[\1]", name)
 
 
 def _described(

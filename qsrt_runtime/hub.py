@@ -82,15 +82,20 @@ def resolve(api: HfApi, repository: str, revision: str | None = None) -> str:
     return attempt(repository, lambda: api.repo_info(repository, revision=revision)).sha
 
 
-def snapshot(name: str) -> Path:
-    """The folder of OWNER/NAME[@REVISION] in the Hub's cache, downloaded if it is not there."""
+def local_folder(path: str | Path, ignore: list[str] | None = None) -> Path:
+    """A local folder as it is; for OWNER/NAME[@REVISION] its snapshot in the Hub's cache.
+
+    ignore: patterns of files that are not downloaded.
+    """
+    name = str(path)
+    if not is_repository(name):
+        return Path(path)
     repository, _, revision = name.partition("@")
-    return Path(attempt(name, lambda: snapshot_download(repository, revision=revision or None)))
-
-
-def local_folder(path: str | Path) -> Path:
-    """A local folder as it is; for a repository's name on the Hub its snapshot in the cache."""
-    return snapshot(str(path)) if is_repository(str(path)) else Path(path)
+    found = attempt(
+        f"{name} is no folder here; on the Hub",
+        lambda: snapshot_download(repository, revision=revision or None, ignore_patterns=ignore),
+    )
+    return Path(found)
 
 
 def _fault(error: BaseException | None) -> BaseException | None:

@@ -127,7 +127,7 @@ def _source_names(checkpoint: Checkpoint) -> list[str]:
 def _indexed(path: Path) -> dict[str, tuple[str, TensorEntry]]:
     where = path / INDEX
     paths.regular_file(where, path)
-    value = schema.parse(where.read_bytes(), str(where))
+    value = schema.read(where)
     weight_map = value.get("weight_map") if isinstance(value, dict) else None
     if not isinstance(weight_map, dict):
         raise FormatError(f"{where} has no weight_map object")

@@ -1,5 +1,6 @@
 """Open, seal and check a whole package directory."""
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,10 +202,11 @@ def seal(folder: Path, known: dict[str, str] | None = None) -> None:
 def _read_checksums(path: Path, expected: str) -> dict[str, str]:
     where = path / CHECKSUMS
     paths.regular_file(where, path)
-    if paths.sha256_file(where) != expected:
+    data = paths.read_document(where)
+    if hashlib.sha256(data).hexdigest() != expected:
         raise FormatError(f"{where} is damaged: its SHA-256 is not the one in {MARKER}")
     try:
-        text = where.read_bytes().decode()
+        text = data.decode()
     except UnicodeDecodeError:
         raise FormatError(f"{where} is not UTF-8 text") from None
     digests: dict[str, str] = {}

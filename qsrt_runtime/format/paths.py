@@ -11,6 +11,7 @@ from typing import Any
 from qsrt_runtime.format.errors import FormatError
 
 HUB_CACHE = ".cache/huggingface"  # what a Hub download leaves inside a folder
+MAX_DOCUMENT = 100_000_000  # bytes, as of a safetensors header
 _CHUNK = 1 << 22
 # Weights in any format, and what a reader of them might execute.
 WEIGHTS_OR_CODE = re.compile(
@@ -68,6 +69,17 @@ def regular_file(path: Path, root: Path) -> None:
             raise FormatError(f"{path} is a link to {target}, which is missing; fetch it again")
     elif not path.is_file():
         raise FormatError(f"{path} is missing or not a regular file")
+
+
+def read_document(path: Path) -> bytes:
+    """A small file's bytes; FormatError for pipes, devices and what is too large for a document."""
+    if not path.is_file():
+        what = "not a regular file" if path.exists() else "missing"
+        raise FormatError(f"{path} is {what}")
+    size = path.stat().st_size
+    if size > MAX_DOCUMENT:
+        raise FormatError(f"{path} has {size} bytes, expected at most {MAX_DOCUMENT}")
+    return path.read_bytes()
 
 
 def files_below(root: Path) -> list[str]:
