@@ -35,7 +35,7 @@ class _Source(_Location):
     name = "folder or repository"
 
     def convert(self, value: Any, param: Any, ctx: Any) -> Path | str:
-        from qsrt_runtime.hub import is_repository
+        from qsrt_pack.hub import is_repository
 
         return value if is_repository(value) else super().convert(value, param, ctx)
 
@@ -440,8 +440,7 @@ def eval_command(
     Both may be folders or repositories on the Hub, OWNER/NAME[@REVISION].
     """
     from qsrt_pack.evaluate import describe, evaluate
-    from qsrt_pack.hub import checkpoint_folder
-    from qsrt_runtime.hub import local_folder
+    from qsrt_pack.hub import checkpoint_folder, local_folder
 
     report = evaluate(
         local_folder(package),

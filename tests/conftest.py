@@ -23,7 +23,7 @@ _PROFILE = {  # deadline in ms, for one example: nothing hangs
     "suppress_health_check": list(HealthCheck),
 }
 settings.register_profile("short", max_examples=60, **_PROFILE)
-settings.register_profile("long", max_examples=5000, **_PROFILE)
+settings.register_profile("long", max_examples=1000, **_PROFILE)
 settings.load_profile("short")
 
 ROOT = Path(__file__).parents[1]

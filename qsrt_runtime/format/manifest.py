@@ -128,7 +128,8 @@ def check_documents(documents: Documents, where: str) -> None:
     if documents.manifest["storage_schema"] == container.FRUIT:
         fields = documents.manifest["geometry"]
         geometry = geometry_of(documents.manifest)
-        check_config(documents.config, geometry, fields["topk"], f"{where}/{CONFIG}")
+        said, at = f"{MANIFEST}'s geometry", f"{where}/{CONFIG}"
+        check_config(documents.config, geometry, fields["topk"], at, said)
     _check_descriptor(documents, f"{where}/{CONFIG}")
     _check_marker(documents, f"{where}/{MARKER}")
     _check_activations(documents, where)
@@ -284,8 +285,13 @@ def _check_own_manifest(manifest: dict[str, Any], geometry: Geometry, where: str
         _require_equal(found, expected, field, where, "what it follows from")
 
 
-def check_config(config: dict[str, Any], geometry: Geometry, topk: int, where: str) -> None:
-    """Refuse a config.json whose sizes, under their usual names, are not those packed."""
+def check_config(
+    config: dict[str, Any], geometry: Geometry, topk: int, where: str, said: str = "the weights"
+) -> None:
+    """Refuse a config.json whose sizes, under their usual names, are not those packed.
+
+    said: names in the error what says the sizes.
+    """
     stated = {
         "hidden_size": geometry.hidden,
         "moe_intermediate_size": geometry.intermediate,
@@ -295,8 +301,11 @@ def check_config(config: dict[str, Any], geometry: Geometry, topk: int, where: s
         "num_experts_per_tok": topk,
     }
     for key, expected in stated.items():
-        if config.get(key) is not None:
-            _require_equal(config[key], expected, key, where, "the experts")
+        found = config.get(key)
+        if found is not None and type(found) is not int:  # 128.0 and True are equal to integers
+            raise FormatError(f"{where}: {key} is {found!r}, expected an integer")
+        if found is not None:
+            _require_equal(found, expected, key, where, said)
 
 
 def _check_descriptor(documents: Documents, where: str) -> None:

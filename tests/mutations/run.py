@@ -278,7 +278,8 @@ def _layer_mutations(good: Path, each: int, rng: random.Random) -> Iterator[Muta
                 edit_header(folder / LAYER, lambda h: _put_or_drop(h["__metadata__"], key, new))
                 bind_layer(folder, LAYER, EVIDENCE)
 
-            yield Mutation(f"layer header: {key}", change, (LAYER, key))
+            # A header of another length is caught by the size that follows from the geometry.
+            yield Mutation(f"layer header: {key}", change, (LAYER, key, "layers.0.bytes"))
     places = regions(good / LAYER)
     bad = {
         "format codes": lambda old: rng.choice([c for c in range(256) if c != old]),
@@ -403,7 +404,6 @@ def run(each: int, seed: int, sample: int | None = None) -> tuple[Counter, Count
     free: Counter[str] = Counter()
     wrong: list[str] = []
     with tempfile.TemporaryDirectory() as room:
-        os.environ["XDG_CACHE_HOME"] = room
         good = write_package(Path(room) / "good")
         validate(good, show_progress=False)
         load_package(good)
@@ -422,7 +422,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     logging.disable(logging.INFO)
-    tried, free, wrong = run(arguments.each, arguments.seed)
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["XDG_CACHE_HOME"] = cache
+        tried, free, wrong = run(arguments.each, arguments.seed)
     write = sys.stdout.write
     for target, count in sorted(tried.items()):
         write(f"{count:6} {target}\n")

@@ -286,3 +286,11 @@ def test_layer_entry_is_checked_on_opening(publication, reseal_listing, field, v
     reseal_listing(publication)
     with pytest.raises(FormatError, match=rf"layers\.5\.{field} is "):
         open_package(publication)
+
+
+@pytest.mark.parametrize("value", [128.0, "128", True, [128]])
+def test_sizes_in_config_are_integers(package, reseal, value):
+    edit_json(package / "config.json", lambda config: config.update(hidden_size=value))
+    reseal(package)
+    with pytest.raises(FormatError, match=r"config\.json: hidden_size is .*, expected an integer"):
+        open_package(package)
