@@ -22,7 +22,7 @@ from qsrt_runtime.format.package import (
     check_base,
     open_package,
     read_checked_layer,
-    verify_file,
+    verify_files,
 )
 from qsrt_runtime.hub import local_folder
 from qsrt_runtime.staging import Staging
@@ -135,7 +135,7 @@ def _check_files(package: Package, verify: str) -> None:
             if verify == "structure":
                 _all(pool, lambda n: read_checked_layer(package, n, range(0)), package.layers)
             else:
-                _all(pool, lambda name: verify_file(package, name), sorted(package.digests))
+                verify_files(package, sorted(package.digests))
                 _all(pool, lambda n: read_checked_layer(package, n), package.layers)
         except BaseException:
             pool.shutdown(cancel_futures=True)

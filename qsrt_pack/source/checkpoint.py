@@ -106,7 +106,7 @@ def digest_files(
 ) -> dict[str, str]:
     """SHA-256 of config, index and shards by name: what `source_sha256` is taken over."""
     names = _source_names(checkpoint)
-    return {name: paths.sha256_file(checkpoint.path / name, advance) for name in names}
+    return paths.sha256_files(checkpoint.path, names, advance)
 
 
 def digest_small_files(checkpoint: Checkpoint, stated: dict[str, str]) -> dict[str, str]:

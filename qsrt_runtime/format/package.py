@@ -1,7 +1,7 @@
 """Open, seal and check a whole package directory."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,14 +105,24 @@ def open_package(path: Path) -> Package:
     return package
 
 
-def verify_file(package: Package, name: str, advance: Callable[[int], None] | None = None) -> None:
+def verify_file(package: Package, name: str) -> None:
     """Refuse a listed file whose bytes do not have the listed digest."""
-    found = paths.sha256_file(package.path / name, advance)
-    if found != package.digests[name]:
-        raise FormatError(
-            f"{package.path / name} is damaged: SHA-256 {found}, {CHECKSUMS} says "
-            f"{package.digests[name]}; copy it again"
-        )
+    verify_files(package, [name])
+
+
+def verify_files(
+    package: Package, names: Iterable[str], advance: Callable[[int], None] | None = None
+) -> None:
+    """Refuse the first of these listed files whose bytes do not have the listed digest.
+
+    advance is called with the bytes read since last time, from several threads.
+    """
+    for name, found in paths.sha256_files(package.path, names, advance).items():
+        if found != package.digests[name]:
+            raise FormatError(
+                f"{package.path / name} is damaged: SHA-256 {found}, {CHECKSUMS} says "
+                f"{package.digests[name]}; copy it again"
+            )
 
 
 def read_package_layer(package: Package, layer: int) -> Layer:
@@ -178,7 +188,8 @@ def seal(folder: Path, known: dict[str, str] | None = None) -> None:
     """
     manifest = schema.read(folder / MANIFEST)
     names = [n for n in paths.files_below(folder) if n not in (CHECKSUMS, MARKER)]
-    digests = {n: (known or {}).get(n) or paths.sha256_file(folder / n) for n in names}
+    known = known or {}
+    digests = known | paths.sha256_files(folder, [n for n in names if n not in known])
     listing = "".join(f"{digests[name]}  {name}\n" for name in sorted(names))
     paths.write_file(folder / CHECKSUMS, listing.encode())
     marker = {
