@@ -112,7 +112,7 @@ def _overwrite_option(command: Callable) -> Callable:
 
 
 @main.command()
-@click.argument("model", type=LOCATION)
+@click.argument("model", type=SOURCE)
 @click.argument("out", type=LOCATION, required=False)
 @_overwrite_option
 @click.option(
@@ -167,7 +167,7 @@ def _overwrite_option(command: Callable) -> Callable:
 @click.pass_obj
 def convert(
     show_progress: bool,
-    model: Path,
+    model: Path | str,
     out: Path | None,
     overwrite: bool,
     search: str,
@@ -180,9 +180,10 @@ def convert(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Convert a checkpoint folder into a package.
+    """Convert a checkpoint into a package.
 
-    MODEL is a local Hugging Face checkpoint. OUT is the package's folder, by default MODEL-qsrt.
+    MODEL is a local Hugging Face checkpoint, or OWNER/NAME[@REVISION] on the Hub, which is
+    downloaded into its cache. OUT is the package's folder, by default MODEL-qsrt.
     Stopped by whatever, it leaves the finished layers in OUT.partial; the same command continues.
     Under torchrun, on one machine or on several with a shared file system, all processes encode.
     """
@@ -201,10 +202,7 @@ def convert(
         if devices != "auto":
             raise click.UsageError("--search fast runs on the CPU; leave out --devices")
         found = find_devices("cpu")
-    if out is None and not model.name:
-        raise click.UsageError("give OUT: the root folder has no name to derive it from")
-    if out is None:
-        out = model.with_name(model.name + "-qsrt")
+    model, out = _source_and_output(model, out)
     kinds = {device_kind(device) for device in found}
     if len(kinds) > 1:
         raise click.UsageError(f"--devices: {devices} are of different kinds; take one kind")
@@ -248,6 +246,18 @@ def convert(
         evidence = job.run(prepared, show_progress=show_progress, ranks=ranks)
     _log.info("%s", job.describe_worst(evidence))
     _log.info("complete; check it with: qsrt-pack validate --deep %s", shlex.quote(str(out)))
+
+
+def _source_and_output(model: Path | str, out: Path | None) -> tuple[Path, Path]:
+    """The checkpoint's folder, downloaded if it is a repository's name, and the output's."""
+    if isinstance(model, str):
+        from qsrt_pack.hub import checkpoint_folder
+
+        name = model.partition("@")[0].rpartition("/")[2]
+        return checkpoint_folder(model), out or Path.cwd() / f"{name}-qsrt"
+    if out is None and not model.name:
+        raise click.UsageError("give OUT: the root folder has no name to derive it from")
+    return model, out or model.with_name(model.name + "-qsrt")
 
 
 def _statistics(

@@ -17,8 +17,11 @@ import huggingface_hub.constants
 import packages
 import pytest
 import torch
+from click.testing import CliRunner
 from fakehub import FakeHub, Request
 
+from qsrt_pack import evaluate
+from qsrt_pack.cli import main
 from qsrt_pack.hub import pull, push
 from qsrt_pack.validate import validate
 from qsrt_runtime import hub as client
@@ -584,3 +587,61 @@ def test_a_package_on_the_hub_is_loaded_by_name(
         load_package(f"{NAME}@other")
     with pytest.raises(HubError, match="404"):
         load_package("me/nothing")
+
+
+def on_the_hub(hub: FakeHub, name: str, folder: Path, **more: bytes) -> None:
+    hub.create(name, **(tree(folder) | more))
+
+
+def test_pk_9a_convert_from_the_hub_neither_fetches_nor_carries_code(
+    hub: FakeHub,
+    clean_checkpoint: Path,
+    clean_package: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    canary = tmp_path / "canary"
+    code = f"open({str(canary)!r}, 'w')".encode()
+    on_the_hub(hub, "org/model", clean_checkpoint, **{"modeling_x.py": code, "old.bin": code})
+    out = tmp_path / "out"
+    done = CliRunner().invoke(main, ["convert", "org/model", str(out), "--search", "fast"])
+    assert done.exit_code == 0, done.output
+    assert "code and pickles are never run: modeling_x.py, old.bin" in caplog.text
+    assert hub.count(r"(modeling_x.py|old\.bin)$") == 0 and not canary.exists()
+    names = {"qsrt-layer-000.safetensors", "model-00001-of-00001.safetensors"}
+    found, expected = tree(out), tree(clean_package)
+    assert names <= set(found) == set(expected)
+    assert {n for n in found if found[n] != expected[n]} == set()
+
+
+def test_pk_9b_pickles_on_the_hub_are_not_fetched(hub: FakeHub, tmp_path: Path) -> None:
+    hub.create("org/model", **{"config.json": b"{}", "pytorch_model.bin": b"pickle"})
+    done = CliRunner().invoke(main, ["convert", "org/model", str(tmp_path / "out")])
+    assert done.exit_code == 1
+    assert "only as pytorch_model.bin, which is never opened; save it as safetensors" in done.output
+    assert hub.count("pytorch_model.bin") == 0
+
+
+def test_eval_takes_names(
+    hub: FakeHub, clean_package: Path, clean_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Path] = []
+
+    def see(package: Path, reference: Path, text: Path, **_: object) -> dict:
+        seen.extend([package, reference])
+        return {}
+
+    monkeypatch.setattr(evaluate, "evaluate", see)
+    on_the_hub(hub, "me/package", clean_package)
+    on_the_hub(hub, "org/model", clean_checkpoint)
+    words = ["me/package@main", "--reference", "org/model", "--text", "README.md", "--json"]
+    done = CliRunner().invoke(main, ["eval", *words])
+    assert done.exit_code == 0, done.output
+    assert open_package(seen[0]).seal_sha256 == open_package(clean_package).seal_sha256
+    assert tree(clean_checkpoint).items() <= tree(seen[1]).items()
+
+
+def test_a_name_that_is_neither_folder_nor_repository(hub: FakeHub, tmp_path: Path) -> None:
+    done = CliRunner().invoke(main, ["convert", "org/nothing", str(tmp_path / "out")])
+    assert done.exit_code == 1
+    assert "Error: org/nothing is no folder here; on the Hub: the Hub answered 404" in done.output
