@@ -179,6 +179,8 @@ def _described(
 ) -> Package:
     """The package with its card and report, sealed again if they are not those it has."""
     package = open_package(path)
+    if not package.documents.is_ours:
+        raise FormatError(f"{path} was made elsewhere; push takes packages that convert has made")
     evaluation = _evaluation(package, report)
     card = build_card(
         package, repository, license_id=license_id, base_model=base_model, report=evaluation

@@ -47,11 +47,13 @@ class FakeHub:
     """A context in which `url` answers.
 
     fault: called for each request; a status it returns is the answer, 0 breaks the connection.
-    token: the only one that is known.   writable: whether it may write.
+    token: the only one that is known.   writable: whether it may write.   threshold: bytes from
+    which a file is a large one; None: no file is, as the Xet protocol of those is not spoken here.
     """
 
     def __init__(self, token: str = "hf_TESTTOKEN0123456789abcdef") -> None:
         self.token, self.writable = token, True
+        self.threshold: int | None = LARGE
         self.repositories: dict[str, Repository] = {}
         self.large: dict[str, bytes] = {}
         self.requests: list[Request] = []
@@ -77,6 +79,10 @@ class FakeHub:
         self.repositories[name] = repository
         return repository
 
+    def is_large(self, start: bytes, size: int) -> bool:
+        """Whether a file that begins so is stored as a large one: binary or of some size."""
+        return self.threshold is not None and (size >= self.threshold or b"\0" in start[:512])
+
     def count(self, pattern: str) -> int:
         """Requests so far whose `METHOD path` matches."""
         return sum(bool(re.search(pattern, f"{r.method} {r.path}")) for r in self.requests)
@@ -88,10 +94,6 @@ def commit_id(name: str, branch: str, number: int) -> str:
 
 def blob_id(data: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-
-
-def _is_large(data: bytes) -> bool:
-    return len(data) >= LARGE or b"\0" in data[:512]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -217,7 +219,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _entry(self, file: str, data: bytes) -> dict[str, Any]:
         entry = {"type": "file", "path": file, "size": len(data), "oid": blob_id(data)}
-        if _is_large(data):
+        if self.hub.is_large(data, len(data)):
             sha256 = hashlib.sha256(data).hexdigest()
             entry["lfs"] = {"oid": sha256, "size": len(data), "pointerSize": 130}
         return entry
@@ -240,12 +242,12 @@ class _Handler(BaseHTTPRequestHandler):
         answer = []
         for file in json.loads(body)["files"]:
             path = file["path"]
-            large = file["size"] >= LARGE or b"\0" in base64.b64decode(file["sample"])
+            large = self.hub.is_large(base64.b64decode(file["sample"]), file["size"])
             entry = {"path": path, "uploadMode": "lfs" if large else "regular"}
             if path in there:
                 data = there[path]
                 sha256 = hashlib.sha256(data).hexdigest()
-                entry["oid"] = sha256 if _is_large(data) else blob_id(data)
+                entry["oid"] = sha256 if self.hub.is_large(data, len(data)) else blob_id(data)
             answer.append(entry | {"shouldIgnore": False})
         self._answer({"files": answer})
 
@@ -302,7 +304,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, "Entry not found", "EntryNotFound")
             return
         data = found[1][file]
-        etag = hashlib.sha256(data).hexdigest() if _is_large(data) else blob_id(data)
+        etag = (
+            hashlib.sha256(data).hexdigest()
+            if self.hub.is_large(data, len(data))
+            else blob_id(data)
+        )
         start, status = 0, 200
         if match := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
             start, status = int(match[1]), 206

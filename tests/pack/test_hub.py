@@ -1,6 +1,5 @@
 """push and pull through the real client against a Hub on the loopback interface."""
 
-import hashlib
 import json
 import logging
 import os
@@ -26,6 +25,7 @@ from qsrt_pack.hub import pull, push
 from qsrt_pack.validate import validate
 from qsrt_runtime import hub as client
 from qsrt_runtime import load_package
+from qsrt_runtime.format import paths
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.format.package import open_package, seal
@@ -124,6 +124,28 @@ def test_a_second_push_sends_nothing(hub: FakeHub, pkg: Path) -> None:
     sent = hub.count("^(POST|PUT) ")
     assert push(pkg, NAME, show_progress=False) == digest  # license and base model from the card
     assert hub.count("^(POST|PUT) ") == sent
+
+
+def test_the_streamed_upload_in_many_commits(
+    hub: FakeHub, pkg: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client's other way, by hf_xet, here one file a commit; no order of files is promised."""
+    pipeline = pytest.importorskip("huggingface_hub._upload_pipeline")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", False)
+    monkeypatch.setattr(pipeline, "COMMIT_SIZE_SCALE", [1])
+    monkeypatch.setattr(pipeline, "INITIAL_COMMIT_SIZE_INDEX", 0)
+    hub.threshold = None
+    push(write(tmp_path / "older", layers=(0, 1, 2), seed=1), NAME, **FACTS)
+    push(pkg, NAME, **FACTS)
+    commits = [files for _, files in hub.repositories[NAME].branches["main"]]
+    sealed = [files for files in commits if MARKER in files]
+    assert len(commits) > 20 and sealed == [tree(tmp_path / "older"), tree(pkg)]
+
+
+def test_a_package_made_elsewhere_is_not_pushed(hub: FakeHub, golden: Path) -> None:
+    with pytest.raises(FormatError, match="was made elsewhere"):
+        push(golden / "publication", NAME, **FACTS)
+    assert hub.requests == []
 
 
 def test_a_branch_and_a_private_repository(hub: FakeHub, pkg: Path, tmp_path: Path) -> None:
@@ -318,21 +340,52 @@ def test_the_wait_is_the_one_that_the_hub_asks_for(monkeypatch: pytest.MonkeyPat
     assert waits == [7, 7, 7, 7, 60, 60, 60, 60, 1, 2, 4, 8]
 
 
-@pytest.mark.parametrize("damage", ["no marker", "a bit", "an extra file", "bad name"])
+OUTSIDE = ["../outside", "/abs/x", "sub/../../x", "..\\x", "C:\\x", "", "a\0b"]
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("place", ["the list", "a layer", "its evidence", "the index"])
+def test_pk_1b_names_that_lead_out(hub: FakeHub, pkg: Path, name: str, place: str) -> None:
+    lines = (pkg / "MANIFEST.sha256").read_text()
+    if place == "the list":
+        lines += f"{64 * '0'}  {name}\n"
+    elif place == "the index":
+        checkpoints.edit_json(
+            pkg / "model.safetensors.index.json", lambda index: index["weight_map"].update(x=name)
+        )
+    else:
+        field = "qsrt_atoms" if place == "a layer" else "evidence"
+        edit = {field: name}
+        checkpoints.edit_json(pkg / "qsrt-manifest.json", lambda m: m["layers"]["1"].update(edit))
+    if place != "the list":
+        names = [line.split("  ")[1] for line in lines.splitlines()]
+        lines = "".join(f"{paths.sha256_file(pkg / n)}  {n}\n" for n in names)
+    (pkg / "MANIFEST.sha256").write_text(lines)
+    redone = {
+        "checksum_manifest_sha256": paths.sha256_file(pkg / "MANIFEST.sha256"),
+        "package_manifest_sha256": paths.sha256_file(pkg / "qsrt-manifest.json"),
+        "model_index_sha256": paths.sha256_file(pkg / "model.safetensors.index.json"),
+    }
+    checkpoints.edit_json(pkg / MARKER, lambda marker: marker.update(redone))
+    for read in (
+        lambda: validate(pkg, show_progress=False),
+        lambda: load_package(pkg),
+        lambda: push(pkg, NAME, **FACTS),
+    ):
+        with pytest.raises(FormatError, match=r"file name|is not `<64 hex>|should be non-empty"):
+            read()
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize("damage", ["no marker", "a bit", "an extra file"])
 def test_pk_7f_a_package_at_fault_is_not_pushed(hub: FakeHub, pkg: Path, damage: str) -> None:
     layer = pkg / "qsrt-layer-000.safetensors"
     if damage == "no marker":
         (pkg / MARKER).unlink()
     elif damage == "a bit":
         layer.write_bytes(layer.read_bytes()[:-1] + b"\1")
-    elif damage == "an extra file":
-        (pkg / "extra").write_text("")
     else:
-        listing = pkg / "MANIFEST.sha256"  # PK-1b
-        listing.write_text(listing.read_text() + f"{64 * '0'}  ../outside\n")
-        value = json.loads((pkg / MARKER).read_text())
-        value["checksum_manifest_sha256"] = hashlib.sha256(listing.read_bytes()).hexdigest()
-        (pkg / MARKER).write_text(json.dumps(value))
+        (pkg / "extra").write_text("")
     with pytest.raises(FormatError):
         push(pkg, NAME, **FACTS)
     assert hub.requests == []
