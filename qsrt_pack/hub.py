@@ -6,7 +6,8 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,16 @@ _SAMPLE = 1 << 20
 _log = logging.getLogger(__name__)
 
 
+@contextmanager
+def _resumable() -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        error.add_note("the same command continues")
+        raise
+
+
+@_resumable()
 def push(
     path: Path,
     repository: str,
@@ -70,28 +81,14 @@ def push(
         _log.info("%s has it already", repository)
         return package.seal_sha256
     _refuse_foreign(repository, remote, leftovers)
-    where = {"repo_id": repository, "revision": revision}
     if MARKER in remote:
-        _commit(api, where, f"Begin {package.seal_sha256[:12]}", head, delete=[MARKER])
-    attempt(
-        f"{repository}: upload",
-        lambda: api.upload_folder(
-            folder_path=path,
-            ignore_patterns=[MARKER],
-            commit_message=f"Files of {package.seal_sha256[:12]}",
-            **where,
-        ),
-    )
-    head, remote = _remote_files(api, repository, revision)
-    missing = _differing(package, remote) - {MARKER}
-    if missing:
-        raise HubError(f"{repository}: {min(missing)} has not arrived as sent; push again")
-    leftovers = sorted(set(remote) - {*package.digests, CHECKSUMS})
-    message = f"Seal {package.seal_sha256[:12]}"
-    _commit(api, where, message, head, add=path / MARKER, delete=leftovers)
+        message = f"Begin {package.seal_sha256[:12]}"
+        _commit(api, repository, revision, message, head, delete=[MARKER])
+    _send(api, package, repository, revision)
     return package.seal_sha256
 
 
+@_resumable()
 def pull(
     repository: str,
     out: Path,
@@ -112,31 +109,55 @@ def pull(
     commit = resolve(api, repository, revision)
     with replacing(out, overwrite=overwrite, resumable=True) as folder:
         _continue_or_clear(folder, state_file(out), repository, commit)
-        place = {"revision": commit, "local_dir": folder}
-        names = attempt(repository, lambda: api.list_repo_files(repository, revision=commit))
-        if MARKER not in names:
-            state_file(out).unlink()
-            raise FormatError(
-                f"{repository} has no {MARKER} at {commit[:12]}: it is not a package, or one "
-                "whose push was not finished"
-            )
-        attempt(repository, lambda: hf_hub_download(repository, MARKER, **place))
-        found = paths.sha256_file(folder / MARKER)
-        if expect is not None and found != expect:
-            state_file(out).unlink()
-            raise FormatError(
-                f"{repository} at {commit[:12]} has the seal {found}, expected {expect}"
-            )
-        attempt(repository, lambda: snapshot_download(repository, **place))
-        shutil.rmtree(folder / paths.HUB_CACHE)
-        if not any((folder / paths.HUB_CACHE).parent.iterdir()):
-            (folder / paths.HUB_CACHE).parent.rmdir()
         try:
+            _download(api, repository, commit, folder, expect)
             report = validate(folder, show_progress=show_progress)
         except FormatError:
-            state_file(out).unlink()  # what was downloaded goes, too
+            state_file(out).unlink()  # without which what was downloaded goes, too
             raise
     return report["seal_sha256"]
+
+
+def _download(api: HfApi, repository: str, commit: str, folder: Path, expect: str | None) -> None:
+    """A commit's files, the seal first, which is refused if it is not the expected one."""
+    place = {"revision": commit, "local_dir": folder}
+    names = attempt(repository, lambda: api.list_repo_files(repository, revision=commit))
+    for name in names:
+        paths.relative_name(name, repository)
+    if MARKER not in names:
+        raise FormatError(
+            f"{repository} has no {MARKER} at {commit[:12]}: it is not a package, or one whose "
+            "push was not finished"
+        )
+    attempt(repository, lambda: hf_hub_download(repository, MARKER, **place))
+    found = paths.sha256_file(folder / MARKER)
+    if expect is not None and found != expect:
+        raise FormatError(f"{repository} at {commit[:12]} has the seal {found}, expected {expect}")
+    attempt(repository, lambda: snapshot_download(repository, **place))
+    shutil.rmtree(folder / paths.HUB_CACHE)
+    if not any((folder / paths.HUB_CACHE).parent.iterdir()):
+        (folder / paths.HUB_CACHE).parent.rmdir()
+
+
+def _send(api: HfApi, package: Package, repository: str, revision: str | None) -> None:
+    """All files, and, when they have arrived, the seal."""
+    attempt(
+        f"{repository}: upload",
+        lambda: api.upload_folder(
+            repo_id=repository,
+            revision=revision,
+            folder_path=package.path,
+            ignore_patterns=[MARKER],
+            commit_message=f"Files of {package.seal_sha256[:12]}",
+        ),
+    )
+    head, remote = _remote_files(api, repository, revision)
+    missing = _differing(package, remote) - {MARKER}
+    if missing:
+        raise HubError(f"{repository}: {min(missing)} has not arrived as sent; push again")
+    leftovers = sorted(set(remote) - {*package.digests, CHECKSUMS, MARKER})
+    message, marker = f"Seal {package.seal_sha256[:12]}", package.path / MARKER
+    _commit(api, repository, revision, message, head, add=marker, delete=leftovers)
 
 
 def checkpoint_folder(path: str | Path) -> Path:
@@ -312,7 +333,8 @@ def _refuse_foreign(repository: str, remote: Collection[str], leftovers: Collect
 
 def _commit(
     api: HfApi,
-    where: dict[str, Any],
+    repository: str,
+    revision: str | None,
     message: str,
     head: str,
     *,
@@ -321,15 +343,16 @@ def _commit(
 ) -> None:
     """One commit on top of the head, or none."""
     attempt(
-        f"{where['repo_id']}: commit",
+        f"{repository}: commit",
         lambda: api.create_commit(
+            repository,
+            revision=revision,
             operations=[
                 *([CommitOperationAdd(add.name, add)] if add else []),
                 *(CommitOperationDelete(name, is_folder=False) for name in delete),
             ],
             commit_message=message,
             parent_commit=head,
-            **where,
         ),
     )
 

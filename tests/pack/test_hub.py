@@ -579,6 +579,15 @@ def test_pull_refuses_what_has_no_seal(hub: FakeHub, tmp_path: Path) -> None:
     assert not list(tmp_path.glob("out*"))
 
 
+def test_pull_writes_nothing_outside(hub: FakeHub, pkg: Path, tmp_path: Path) -> None:
+    push(pkg, NAME, **FACTS)
+    commits = hub.repositories[NAME].branches["main"]
+    commits.append(("evil", commits[-1][1] | {"../../../evil": b"x"}))
+    with pytest.raises(FormatError, match=r"file name '\.\./\.\./\.\./evil' is not a plain"):
+        pull(NAME, tmp_path / "out" / "deep", show_progress=False)
+    assert not list(tmp_path.rglob("evil")) and not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     "file", ["qsrt-layer-001.safetensors", "config.json", "README.md", "new.py"]
 )
