@@ -16,7 +16,7 @@ import huggingface_hub.constants
 import packages
 import pytest
 import torch
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from fakehub import FakeHub, Request
 
 from qsrt_pack import evaluate
@@ -707,3 +707,28 @@ def test_a_name_that_is_neither_folder_nor_repository(hub: FakeHub, tmp_path: Pa
     done = CliRunner().invoke(main, ["convert", "org/nothing", str(tmp_path / "out")])
     assert done.exit_code == 1
     assert "Error: org/nothing is no folder here; on the Hub: the Hub answered 404" in done.output
+
+
+def test_the_commands_print_the_digest(hub: FakeHub, pkg: Path, tmp_path: Path) -> None:
+    def run(*words: object) -> Result:
+        return CliRunner().invoke(main, ["-q", *map(str, words)])
+
+    report = tmp_path / "eval.json"
+    report.write_text(json.dumps(_report(pkg)))
+    words = ["--private", "--revision", "v2", "--license", "mit", "--base-model", "a/b"]
+    pushed = run("push", pkg, NAME, *words, "--report", report)
+    digest = open_package(pkg).seal_sha256
+    assert (pushed.exit_code, pushed.stdout, pushed.stderr) == (0, f"{digest}\n", "")
+    repository = hub.repositories[NAME]
+    assert repository.private and repository.files("v2") == tree(pkg)
+    assert b"license: mit" in repository.files("v2")["README.md"]
+
+    out = tmp_path / "out"
+    pulled = run("pull", NAME, out, "--revision", "v2", "--expect", digest)
+    assert (pulled.exit_code, pulled.stdout, pulled.stderr) == (0, f"{digest}\n", "")
+    again = run("pull", NAME, out, "--revision", "v2")
+    assert again.exit_code == 1 and "--overwrite" in again.stderr
+    assert run("pull", NAME, out, "--revision", "v2", "--overwrite").exit_code == 0
+    other = run("pull", NAME, tmp_path / "other", "--revision", "v2", "--expect", 64 * "1")
+    assert other.exit_code == 1 and other.stderr.startswith("Error: ")
+    assert run("pull", NAME, out, "--expect", "short").exit_code == 2
