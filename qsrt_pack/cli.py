@@ -8,6 +8,7 @@ import _thread
 import json
 import logging
 import os
+import re
 import shlex
 import sys
 import threading
@@ -28,7 +29,18 @@ class _Location(click.Path):
         return Path(os.path.abspath(super().convert(value, param, ctx)))
 
 
-LOCATION = _Location()
+class _Source(_Location):
+    """A folder that is read: a path made absolute, or a repository's name, which stays text."""
+
+    name = "folder or repository"
+
+    def convert(self, value: Any, param: Any, ctx: Any) -> Path | str:
+        from qsrt_pack.hub import is_repository
+
+        return value if is_repository(value) else super().convert(value, param, ctx)
+
+
+LOCATION, SOURCE = _Location(), _Source()
 _INSTALL = {  # what brings a module
     "numba": "'qsrt[pack]'",
     "rich": "'qsrt[pack]'",
@@ -100,7 +112,7 @@ def _overwrite_option(command: Callable) -> Callable:
 
 
 @main.command()
-@click.argument("model", type=LOCATION)
+@click.argument("model", type=SOURCE)
 @click.argument("out", type=LOCATION, required=False)
 @_overwrite_option
 @click.option(
@@ -161,7 +173,7 @@ def _overwrite_option(command: Callable) -> Callable:
 @click.pass_obj
 def convert(
     show_progress: bool,
-    model: Path,
+    model: Path | str,
     out: Path | None,
     overwrite: bool,
     search: str,
@@ -175,9 +187,10 @@ def convert(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Convert a checkpoint folder into a package.
+    """Convert a checkpoint into a package.
 
-    MODEL is a local Hugging Face checkpoint. OUT is the package's folder, by default MODEL-qsrt.
+    MODEL is a local Hugging Face checkpoint, or OWNER/NAME[@REVISION] on the Hub, which is
+    downloaded into its cache. OUT is the package's folder, by default MODEL-qsrt.
     Stopped by whatever, it leaves the finished layers in OUT.partial; the same command continues.
     Under torchrun, on one machine or on several with a shared file system, all processes encode.
     """
@@ -199,10 +212,7 @@ def convert(
         if devices != "auto":
             raise click.UsageError("--search fast runs on the CPU; leave out --devices")
         found = find_devices("cpu")
-    if out is None and not model.name:
-        raise click.UsageError("give OUT: the root folder has no name to derive it from")
-    if out is None:
-        out = model.with_name(model.name + "-qsrt")
+    model, out = _source_and_output(model, out)
     kinds = {device_kind(device) for device in found}
     if len(kinds) > 1:
         raise click.UsageError(f"--devices: {devices} are of different kinds; take one kind")
@@ -247,6 +257,18 @@ def convert(
         evidence = job.run(prepared, show_progress=show_progress, ranks=ranks)
     _log.info("%s", describe_worst(evidence))
     _log.info("complete; check it with: qsrt-pack validate --deep %s", shlex.quote(str(out)))
+
+
+def _source_and_output(model: Path | str, out: Path | None) -> tuple[Path, Path]:
+    """The checkpoint's folder, downloaded if it is a repository's name, and the output's."""
+    if isinstance(model, str):
+        from qsrt_pack.hub import checkpoint_folder
+
+        name = model.partition("@")[0].rpartition("/")[2]
+        return checkpoint_folder(model), out or Path.cwd() / f"{name}-qsrt"
+    if out is None and not model.name:
+        raise click.UsageError("give OUT: the root folder has no name to derive it from")
+    return model, out or model.with_name(model.name + "-qsrt")
 
 
 def _statistics(
@@ -417,8 +439,8 @@ def decode(
 
 
 @main.command("eval")
-@click.argument("package", type=LOCATION)
-@click.option("--reference", type=LOCATION, required=True, help="The checkpoint it was made from.")
+@click.argument("package", type=SOURCE)
+@click.option("--reference", type=SOURCE, required=True, help="The checkpoint it was made from.")
 @click.option("--text", type=LOCATION, required=True, help="A UTF-8 text file.")
 @click.option("--window", type=click.IntRange(2), help="Tokens read at once [1024 or less].")
 @click.option("--windows", type=click.IntRange(1), help="How many windows [all].")
@@ -426,8 +448,8 @@ def decode(
 @click.pass_obj
 def eval_command(
     show_progress: bool,
-    package: Path,
-    reference: Path,
+    package: Path | str,
+    reference: Path | str,
     text: Path,
     window: int | None,
     windows: int | None,
@@ -436,16 +458,100 @@ def eval_command(
     """Compare a package with its original model.
 
     Reports KL, agreement and perplexity on a text, in float32; both models are in memory at once.
+    Both may be folders or repositories on the Hub, OWNER/NAME[@REVISION].
     """
     from qsrt_pack.evaluate import describe, evaluate
+    from qsrt_pack.hub import checkpoint_folder, local_folder
 
     report = evaluate(
-        package, reference, text, window=window, windows=windows, show_progress=show_progress
+        local_folder(package),
+        checkpoint_folder(reference),
+        text,
+        window=window,
+        windows=windows,
+        show_progress=show_progress,
     )
     if as_json:
         _print_json(report)
     else:
         click.echo(describe(report))
+
+
+@main.command("push")
+@click.argument("package", type=LOCATION)
+@click.argument("repository", metavar="OWNER/NAME")
+@click.option("--private", is_flag=True, help="The repository is, or becomes, private.")
+@click.option("--revision", help="The branch, made if it is not there [main].")
+@click.option("--license", "license_id", help="As apache-2.0 [the package's card's].")
+@click.option("--base-model", help="OWNER/NAME of the original [the package's card's].")
+@click.option("--report", type=LOCATION, help="A file of `eval --json`, for the card.")
+@click.pass_obj
+def push_command(
+    show_progress: bool,
+    package: Path,
+    repository: str,
+    private: bool,
+    revision: str | None,
+    license_id: str | None,
+    base_model: str | None,
+    report: Path | None,
+) -> None:
+    """Publish a package on the Hub.
+
+    Checks it, writes its model card, seals it again, and uploads it; the seal goes last. Prints
+    the digest of the seal. Stopped by whatever, the same command continues. Log in before, by
+    `hf auth login` or HF_TOKEN.
+    """
+    from qsrt_pack.hub import push
+
+    digest = push(
+        package,
+        repository,
+        private=private,
+        revision=revision,
+        license_id=license_id,
+        base_model=base_model,
+        report=report,
+        show_progress=show_progress,
+    )
+    _log.info("%s is complete; pin it with --expect and this digest:", repository)
+    click.echo(digest)
+
+
+@main.command("pull")
+@click.argument("repository", metavar="OWNER/NAME")
+@click.argument("out", type=LOCATION)
+@click.option("--revision", help="A branch, tag or commit [main].")
+@click.option("--expect", metavar="SHA256", help="What the digest of the seal must be.")
+@_overwrite_option
+@click.pass_obj
+def pull_command(
+    show_progress: bool,
+    repository: str,
+    out: Path,
+    revision: str | None,
+    expect: str | None,
+    overwrite: bool,
+) -> None:
+    """Download a package from the Hub and check it whole.
+
+    Prints the digest of its seal, which binds every byte. Stopped by whatever, the same command
+    continues.
+    """
+    from qsrt_pack.hub import pull
+
+    if expect is not None and not re.fullmatch("[0-9a-f]{64}", expect):
+        raise click.UsageError(f"--expect: {expect!r} is no SHA-256, 64 lower-case hex digits")
+    digest = pull(
+        repository,
+        out,
+        revision=revision,
+        expect=expect,
+        overwrite=overwrite,
+        show_progress=show_progress,
+    )
+    _log.info("%s is complete and valid; its seal:", out)
+    click.echo(digest)
 
 
 def _print_json(value: Any) -> None:

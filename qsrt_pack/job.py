@@ -68,7 +68,7 @@ from qsrt_runtime.format.package import (
     open_package,
     read_evidence,
     seal,
-    verify_file,
+    verify_files,
 )
 
 _log = logging.getLogger(__name__)
@@ -296,8 +296,7 @@ def _confirm(job: Job, show_progress: bool) -> Evidence:
         )
     size = sum((job.out / name).stat().st_size for name in package.digests)
     with bar("check package", size, "B", show_progress) as advance:
-        for name in package.digests:
-            verify_file(package, name, advance)
+        verify_files(package, package.digests, advance)
     check_base(package)
     state = read_state(state_file(job.out))
     if state is None or not changes(state, _new_state(job.settings, source)):

@@ -33,14 +33,16 @@ def new_folder(out: Path) -> Path:
     return paths.partial_name(out) / _NEW
 
 
-def check_output(out: Path, source: Path, overwrite: bool, *, resumable: bool = False) -> None:
+def check_output(
+    out: Path, source: Path | None, overwrite: bool, *, resumable: bool = False
+) -> None:
     """Refuse an output that would lose something: the source, or content without `overwrite`.
 
-    Puts back what a killed run had moved aside. resumable: work that was stopped may be waiting
-    there to be continued.
+    source: a local folder, None for another.   Puts back what a killed run had moved aside.
+    resumable: work that was stopped may be waiting there to be continued.
     """
-    target, source = out.resolve(), source.resolve()
-    for place in (target, paths.partial_name(target)):
+    target, source = out.resolve(), source and source.resolve()
+    for place in (target, paths.partial_name(target)) if source else ():
         if place == source or place in source.parents or source in place.parents:
             raise FormatError(
                 f"{place} and the source {source} lie inside each other; choose another"
@@ -114,6 +116,15 @@ def replacing(out: Path, *, overwrite: bool, resumable: bool = False) -> Iterato
         for folder in made[1:]:
             with suppress(OSError):  # it holds the output, or work to be continued
                 folder.rmdir()
+
+
+def recover(out: Path) -> None:
+    """Put back what a run that was killed while it replaced a folder had moved aside."""
+    work = paths.partial_name(out)
+    if (work / _LOCK).exists():
+        _check_work(work)
+        with _locked(work):
+            _put_back(work, out)
 
 
 def discard(out: Path) -> None:

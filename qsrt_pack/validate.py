@@ -16,7 +16,7 @@ from qsrt_runtime.format.package import (
     check_base,
     open_package,
     read_checked_layer,
-    verify_file,
+    verify_files,
 )
 from qsrt_runtime.format.slab import unpack_expert
 
@@ -33,8 +33,7 @@ def validate(path: Path, *, deep: bool = False, show_progress: bool = True) -> d
     package = open_package(path)
     sizes = {name: (path / name).stat().st_size for name in package.digests}
     with bar("checksums", sum(sizes.values()), "B", show_progress) as advance:
-        for name in package.digests:
-            verify_file(package, name, advance)
+        verify_files(package, package.digests, advance)
     check_base(package)
     if package.documents.is_ours:
         packed_experts(package.documents, str(path / manifests.CONFIG))

@@ -22,8 +22,9 @@ from qsrt_runtime.format.package import (
     check_base,
     open_package,
     read_checked_layer,
-    verify_file,
+    verify_files,
 )
+from qsrt_runtime.hub import local_folder
 from qsrt_runtime.staging import Staging
 from qsrt_runtime.weights import LayerWeights, traits_of
 
@@ -65,8 +66,9 @@ def load_package(
     layers: Iterable[int] | None = None,
     verify: str = "once",
 ) -> LoadedPackage:
-    """Load the packed experts of a local package onto a device, never a dense one.
+    """Load the packed experts of a package onto a device, never a dense one.
 
+    path: a local folder, or OWNER/NAME[@REVISION] on the Hub, downloaded into its cache if need be.
     device: "cpu" or a CUDA device.   rank, world_size: load only the slots of this rank's pairs
     of every expert (consecutive shares; the first ranks have one more); the ranks' outputs add
     up to the whole.   layers: the layers to load, by default all.
@@ -74,10 +76,10 @@ def load_package(
     file changed size, time or inode since; "always" does not remember; "structure" checks the
     documents, the headers and the small sections, and trusts the slabs.
     Raises FormatError naming the file and the field that is wrong, ValueError or TypeError for
-    arguments.
+    arguments, HubError where the Hub does not give the package.
     """
     target = _checked_device(device)
-    package = open_package(Path(path))
+    package = open_package(local_folder(path))
     wanted = _wanted_layers(package, layers)
     slots = _owned_slots(package.geometry, rank, world_size)
     start = time.perf_counter()
@@ -136,7 +138,7 @@ def _check_files(package: Package, verify: str) -> None:
             if verify == "structure":
                 _all(pool, lambda n: read_checked_layer(package, n, range(0)), package.layers)
             else:
-                _all(pool, lambda name: verify_file(package, name), sorted(package.digests))
+                verify_files(package, sorted(package.digests))
                 _all(pool, lambda n: read_checked_layer(package, n), package.layers)
         except BaseException:
             pool.shutdown(cancel_futures=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 import checkpoints
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from qsrt_pack import job
 from qsrt_pack.encode.expert import Settings
@@ -17,6 +18,15 @@ from qsrt_pack.encode.expert import Settings
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when a test first imports transformers
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a test first imports triton
+
+_PROFILE = {  # deadline in ms, for one example: nothing hangs
+    "deadline": 20_000,
+    "database": None,
+    "suppress_health_check": list(HealthCheck),
+}
+settings.register_profile("short", max_examples=60, **_PROFILE)
+settings.register_profile("long", max_examples=1000, **_PROFILE)
+settings.load_profile("short")
 
 ROOT = Path(__file__).parents[1]
 GOLDEN = ROOT / "tests" / "golden"

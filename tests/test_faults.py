@@ -17,7 +17,7 @@ def faults() -> object:
     return module
 
 
-def test_faults_do_no_harm(faults: object, tmp_path: Path) -> None:
+def test_pk_4a_and_4b_faults_do_no_harm(faults: object, tmp_path: Path) -> None:
     outcomes, wrong, possible = faults.run(tmp_path, POINTS, jobs=2)
     assert wrong == []
     assert outcomes.total() == POINTS < possible

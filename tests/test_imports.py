@@ -15,7 +15,7 @@ LAZY = {
     "qsrt_pack.encode.viterbi",
     "qsrt_runtime.moe",
 }  # --help is quick; triton is not everywhere
-RUNTIME_OF_PACK = {"evaluate", "bench"}  # modules of qsrt_pack that may import all of the runtime
+RUNTIME_OF_PACK = {"evaluate", "bench", "hub"}  # modules of qsrt_pack that may import all of it
 
 
 def _module(path: Path) -> str:

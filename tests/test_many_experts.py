@@ -11,7 +11,7 @@ from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.format.package import open_package
 
 
-def test_a_thousand_experts(tmp_path: Path) -> None:
+def test_st_2f_a_thousand_experts(tmp_path: Path) -> None:
     path = write_package(tmp_path / "package", Geometry(128, 256, 1000), topk=8)
     layer_file = path / manifest.layer_file_name(0)
     assert int.from_bytes(layer_file.read_bytes()[:8], "little") < 2000

@@ -134,7 +134,7 @@ def digest_files(
 ) -> dict[str, str]:
     """SHA-256 of config, index and shards by name: what `source_sha256` is taken over."""
     names = _source_names(checkpoint)
-    return {name: paths.sha256_file(checkpoint.path / name, advance) for name in names}
+    return paths.sha256_files(checkpoint.path, names, advance)
 
 
 def digest_small_files(checkpoint: Checkpoint, stated: dict[str, str]) -> dict[str, str]:
@@ -155,7 +155,7 @@ def _source_names(checkpoint: Checkpoint) -> list[str]:
 def _indexed(path: Path) -> dict[str, tuple[str, TensorEntry]]:
     where = path / INDEX
     paths.regular_file(where, path)
-    value = schema.parse(where.read_bytes(), str(where))
+    value = schema.read(where)
     weight_map = value.get("weight_map") if isinstance(value, dict) else None
     if not isinstance(weight_map, dict):
         raise FormatError(f"{where} has no weight_map object")

@@ -366,7 +366,7 @@ def _check_content(layer: Layer, x4t_experts: int, path: Path) -> None:
     compressed = layer.geometry.experts - found
     for code in layer.format_codes.unique().tolist():
         if code != rates.X4T:
-            expert_modes(layer, int((layer.format_codes == code).nonzero()[0]))
+            _require_modes(layer, int((layer.format_codes == code).nonzero()[0]), path)
     if not torch.isfinite(layer.shared_scales).all():
         raise FormatError(f"{path}: {SCALE_SECTION} holds a scale that is not finite")
     payload = compressed * layer.geometry.bundle_bytes
@@ -374,6 +374,13 @@ def _check_content(layer: Layer, x4t_experts: int, path: Path) -> None:
     bundles = layer.atoms[:, :payload].unflatten(1, (compressed, layer.geometry.bundle_bytes))
     if not torch.isfinite(_local_scales(bundles)).all():
         raise FormatError(f"{path}: {ATOMS} holds a local scale that is not finite")
+
+
+def _require_modes(layer: Layer, expert: int, path: Path) -> None:
+    try:
+        expert_modes(layer, expert)
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}") from None
 
 
 def _local_scales(bundles: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,8 @@ CHECKSUMS = "MANIFEST.sha256"
 MARKER = "QSRT_COMPLETE.json"
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
+CARD = "README.md"
+REPORT = "qsrt-eval.json"
 REQUIRED_FILES = (CONFIG, INDEX, MANIFEST)
 PRODUCER = "qsrt"
 SOURCE_KIND = "safetensors_manifest"
@@ -147,7 +149,8 @@ def check_documents(documents: Documents, where: str) -> None:
         fields = documents.manifest["geometry"]
         counts = (fields["experts_per_layer"], fields["topk"])
         sizes = true_sizes_of(documents.manifest)
-        check_config(text_config(documents.config), sizes, *counts, f"{where}/{CONFIG}")
+        said, at = f"{MANIFEST}'s geometry", f"{where}/{CONFIG}"
+        check_config(text_config(documents.config), sizes, *counts, at, said)
     _check_descriptor(documents, f"{where}/{CONFIG}")
     _check_marker(documents, f"{where}/{MARKER}")
     _check_activations(documents, where)
@@ -266,9 +269,17 @@ def _check_true_sizes(fields: dict[str, Any], geometry: Geometry, where: str) ->
 
 
 def check_config(
-    config: dict[str, Any], sizes: TrueSizes, experts: int, topk: int, where: str
+    config: dict[str, Any],
+    sizes: TrueSizes,
+    experts: int,
+    topk: int,
+    where: str,
+    said: str = "the weights",
 ) -> None:
-    """Refuse a config.json whose sizes, under their usual names, are not those packed."""
+    """Refuse a config.json whose sizes, under their usual names, are not those packed.
+
+    said: names in the error what says the sizes.
+    """
     stated = {
         "hidden_size": sizes.hidden,
         "moe_intermediate_size": sizes.intermediate,
@@ -278,8 +289,11 @@ def check_config(
         "num_experts_per_tok": topk,
     }
     for key, expected in stated.items():
-        if config.get(key) is not None:
-            require_equal(same_by_layer(config[key]), expected, key, where, "the experts")
+        found = same_by_layer(config.get(key))
+        if found is not None and type(found) is not int:  # 128.0 and True are equal to integers
+            raise FormatError(f"{where}: {key} is {found!r}, expected an integer")
+        if found is not None:
+            require_equal(found, expected, key, where, said)
 
 
 def _check_descriptor(documents: Documents, where: str) -> None:

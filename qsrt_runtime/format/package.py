@@ -1,6 +1,7 @@
 """Open, seal and check a whole package directory."""
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,13 @@ from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.evidence import check_evidence, check_evidence_experts
 from qsrt_runtime.format.geometry import Geometry, TrueSizes
 from qsrt_runtime.format.manifest import (
+    CARD,
     CHECKSUMS,
     CONFIG,
     INDEX,
     MANIFEST,
     MARKER,
+    REPORT,
     REQUIRED_FILES,
     Documents,
 )
@@ -56,7 +59,7 @@ class Package:
     @property
     def side_files(self) -> list[str]:
         """Listed files that are neither weights nor a document of the format."""
-        own = {MANIFEST, CONFIG, INDEX, ".gitattributes"}
+        own = {MANIFEST, CONFIG, INDEX, CARD, REPORT, ".gitattributes"}
         own |= {self.layer_name(n) for n in self.layers}
         own |= {self.evidence_name(n) for n in self.layers}
         own |= set(self.documents.index["weight_map"].values())
@@ -107,14 +110,24 @@ def open_package(path: Path) -> Package:
     return package
 
 
-def verify_file(package: Package, name: str, advance: Callable[[int], None] | None = None) -> None:
+def verify_file(package: Package, name: str) -> None:
     """Refuse a listed file whose bytes do not have the listed digest."""
-    found = paths.sha256_file(package.path / name, advance)
-    if found != package.digests[name]:
-        raise FormatError(
-            f"{package.path / name} is damaged: SHA-256 {found}, {CHECKSUMS} says "
-            f"{package.digests[name]}; copy it again"
-        )
+    verify_files(package, [name])
+
+
+def verify_files(
+    package: Package, names: Iterable[str], advance: Callable[[int], None] | None = None
+) -> None:
+    """Refuse the first of these listed files whose bytes do not have the listed digest.
+
+    advance is called with the bytes read since last time, from several threads.
+    """
+    for name, found in paths.sha256_files(package.path, names, advance).items():
+        if found != package.digests[name]:
+            raise FormatError(
+                f"{package.path / name} is damaged: SHA-256 {found}, {CHECKSUMS} says "
+                f"{package.digests[name]}; copy it again"
+            )
 
 
 def read_package_layer(package: Package, layer: int) -> Layer:
@@ -172,11 +185,15 @@ def check_base(package: Package) -> None:
         raise FormatError(f"{where}: metadata.total_size is {stated}, the tensors take {size}")
 
 
-def seal(folder: Path) -> None:
-    """Write MANIFEST.sha256 and, last, the marker of a folder whose documents are in place."""
+def seal(folder: Path, known: dict[str, str] | None = None) -> None:
+    """Write MANIFEST.sha256 and, last, the marker of a folder whose documents are in place.
+
+    known: digests of files that need not be read for them.
+    """
     manifest = schema.read(folder / MANIFEST)
     names = [n for n in paths.files_below(folder) if n not in (CHECKSUMS, MARKER)]
-    digests = {name: paths.sha256_file(folder / name) for name in names}
+    known = known or {}
+    digests = known | paths.sha256_files(folder, [n for n in names if n not in known])
     listing = "".join(f"{digests[name]}  {name}\n" for name in sorted(names))
     paths.write_file(folder / CHECKSUMS, listing.encode())
     marker = {
@@ -200,10 +217,11 @@ def seal(folder: Path) -> None:
 def _read_checksums(path: Path, expected: str) -> dict[str, str]:
     where = path / CHECKSUMS
     paths.regular_file(where, path)
-    if paths.sha256_file(where) != expected:
+    data = paths.read_document(where)
+    if hashlib.sha256(data).hexdigest() != expected:
         raise FormatError(f"{where} is damaged: its SHA-256 is not the one in {MARKER}")
     try:
-        text = where.read_bytes().decode()
+        text = data.decode()
     except UnicodeDecodeError:
         raise FormatError(f"{where} is not UTF-8 text") from None
     digests: dict[str, str] = {}

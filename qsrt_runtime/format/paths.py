@@ -3,7 +3,9 @@
 import hashlib
 import os
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -11,7 +13,9 @@ from typing import Any
 from qsrt_runtime.format.errors import FormatError
 
 HUB_CACHE = ".cache/huggingface"  # what a Hub download leaves inside a folder
-_CHUNK = 1 << 22
+MAX_DOCUMENT = 100_000_000  # bytes, as of a safetensors header
+_CHUNK = 1 << 20
+_FILES_AT_ONCE = min(8, os.cpu_count() or 1)
 # Weights in any format, and what a reader of them might execute.
 WEIGHTS_OR_CODE = re.compile(
     r"\.(safetensors|bin|pt|pth|ckpt|pkl|pickle|npz|msgpack|h5|onnx|gguf|py|pyc)$", re.IGNORECASE
@@ -70,6 +74,17 @@ def regular_file(path: Path, root: Path) -> None:
         raise FormatError(f"{path} is missing or not a regular file")
 
 
+def read_document(path: Path) -> bytes:
+    """A small file's bytes; FormatError for pipes, devices and what is too large for a document."""
+    if not path.is_file():
+        what = "not a regular file" if path.exists() else "missing"
+        raise FormatError(f"{path} is {what}")
+    size = path.stat().st_size
+    if size > MAX_DOCUMENT:
+        raise FormatError(f"{path} has {size} bytes, expected at most {MAX_DOCUMENT}")
+    return path.read_bytes()
+
+
 def files_below(root: Path) -> list[str]:
     """Relative names of all files and links below a folder, sorted, less the Hub's own cache."""
     names = []
@@ -83,12 +98,35 @@ def files_below(root: Path) -> list[str]:
 def sha256_file(path: Path, advance: Callable[[int], None] | None = None) -> str:
     """SHA-256 of a file, 64 hex digits. advance is called with the bytes read since last time."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
+    buffer = memoryview(bytearray(_CHUNK))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
             if advance is not None:
-                advance(len(chunk))
+                advance(count)
     return digest.hexdigest()
+
+
+def sha256_files(
+    folder: Path, names: Iterable[str], advance: Callable[[int], None] | None = None
+) -> dict[str, str]:
+    """sha256_file of each name in a folder, several at a time; ends soon after an error."""
+    names, stop = list(names), threading.Event()
+
+    def step(count: int) -> None:
+        if stop.is_set():
+            raise InterruptedError
+        if advance is not None:
+            advance(count)
+
+    with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
+        try:
+            digests = pool.map(lambda name: sha256_file(folder / name, step), names)
+            return dict(zip(names, digests, strict=True))
+        except BaseException:
+            stop.set()
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def partial_name(path: Path) -> Path:

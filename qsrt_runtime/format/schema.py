@@ -7,6 +7,8 @@ import functools
 import hashlib
 import json
 import math
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,15 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError, relevance
 from jsonschema.validators import extend
 
+from qsrt_runtime.format import paths
 from qsrt_runtime.format.errors import FormatError
 
 # Installed beside the package's own folders, in a source tree at the top.
 _HERE = Path(__file__).resolve()
 _FOLDERS = (_HERE.parents[1] / "schemas", _HERE.parents[2] / "schemas")
+
+
+_MAX_ERRORS = 1000  # mismatches looked at, of what may be millions
 
 
 def _is_integer(_checker: object, value: object) -> bool:
@@ -29,9 +35,20 @@ def _is_number(_checker: object, value: object) -> bool:
     return _is_integer(_checker, value) or (isinstance(value, float) and math.isfinite(value))
 
 
+def _unique_items(
+    _validator: object, wanted: bool, value: object, _schema: object
+) -> Iterator[ValidationError]:
+    """In linear time, where the library compares all with all."""
+    if wanted and isinstance(value, list):
+        texts = {json.dumps(item, sort_keys=True) for item in value}
+        if len(texts) < len(value):
+            yield ValidationError(f"{value!r} has non-unique elements")
+
+
 # The draft counts 4.0 as an integer and NaN as a number; we do not.
 _Validator = extend(
     Draft202012Validator,
+    validators={"uniqueItems": _unique_items},
     type_checker=Draft202012Validator.TYPE_CHECKER.redefine("integer", _is_integer).redefine(
         "number", _is_number
     ),
@@ -56,7 +73,8 @@ def check(value: Any, name: str, where: str) -> None:
     where: names the file in the message.
     """
     try:
-        errors = sorted(_Validator(load(name)).iter_errors(value), key=_weight)
+        found = islice(_Validator(load(name)).iter_errors(value), _MAX_ERRORS)
+        errors = sorted(found, key=_weight)
     except RecursionError:
         raise FormatError(f"{where}: nested too deep") from None
     if errors:
@@ -96,11 +114,7 @@ def parse(text: str | bytes, where: str) -> Any:
 
 def read(path: Path, name: str | None = None) -> Any:
     """Read a JSON file and check it against a schema if one is named."""
-    try:
-        text = path.read_bytes()
-    except FileNotFoundError:
-        raise FormatError(f"{path} is missing") from None
-    value = parse(text, str(path))
+    value = parse(paths.read_document(path), str(path))
     if name is not None:
         check(value, name, str(path))
     return value

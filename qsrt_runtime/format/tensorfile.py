@@ -66,6 +66,8 @@ def read_header(path: Path) -> Header:
     """
     try:
         size = path.stat().st_size
+        if not path.is_file():
+            raise FormatError(f"{path} is not a regular file")
         with path.open("rb") as file:
             start = file.read(len(_LFS))
             if start == _LFS:

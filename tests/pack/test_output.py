@@ -215,7 +215,7 @@ def test_a_source_inside_the_work_folder_is_not_cleared_away(tmp_path: Path, pla
     assert names(source) == ["weights"]
 
 
-def test_a_folder_that_cannot_be_written_is_seen_first(
+def test_pk_4b_a_folder_that_cannot_be_written_is_seen_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "access", lambda *_arguments: False)

@@ -272,15 +272,15 @@ def test_report(wide, caplog):
 @pytest.fixture
 def hashed(monkeypatch):
     """The files that were hashed whole since the list was cleared."""
-    names = []
+    hashed = []
 
-    def verify_file(package, name, *args):
-        names.append(name)
-        return original(package, name, *args)
+    def verify_files(package, names):
+        hashed.extend(names)
+        return original(package, names)
 
-    original = load.verify_file
-    monkeypatch.setattr(load, "verify_file", verify_file)
-    return names
+    original = load.verify_files
+    monkeypatch.setattr(load, "verify_files", verify_files)
+    return hashed
 
 
 def test_verified_once(package, hashed):

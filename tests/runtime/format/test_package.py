@@ -14,7 +14,7 @@ from qsrt_runtime.format.package import (
     open_package,
     read_package_layer,
     seal,
-    verify_file,
+    verify_files,
 )
 
 CONFIG, INDEX, MANIFEST = "config.json", "model.safetensors.index.json", "qsrt-manifest.json"
@@ -93,9 +93,9 @@ def test_one_bit_of_bytes_all_over_the_seal(publication):
     open_package(publication)
 
 
-def test_verify_file_counts_bytes(package):
+def test_verify_files_counts_bytes(package):
     opened, steps = open_package(package), []
-    verify_file(opened, SHARD, steps.append)
+    verify_files(opened, [SHARD], steps.append)
     assert sum(steps) == (package / SHARD).stat().st_size
 
 

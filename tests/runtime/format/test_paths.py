@@ -186,3 +186,30 @@ def test_write_pieces_leaves_nothing_on_error(tmp_path, before):
 def test_write_pieces(tmp_path):
     paths.write_pieces(tmp_path / "x", (bytes([i]) for i in range(5)))
     assert (tmp_path / "x").read_bytes() == bytes(range(5))
+
+
+def test_many_digests_at_once(tmp_path):
+    names = [f"{number}/file" for number in range(20)]
+    for number, name in enumerate(names):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_bytes(bytes([number]) * (number << 16))
+    counts = []
+    found = paths.sha256_files(tmp_path, names, counts.append)
+    assert list(found) == names and sum(counts) == sum(n << 16 for n in range(20))
+    for name, digest in found.items():
+        assert digest == hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()
+
+
+def test_many_digests_end_at_the_first_error(tmp_path):
+    with (tmp_path / "endless").open("wb") as file:
+        file.truncate(1 << 42)
+    with pytest.raises(FileNotFoundError, match="missing"):
+        paths.sha256_files(tmp_path, ["missing", "endless"])
+
+
+def test_documents_are_small_regular_files(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(FormatError, match="pipe is not a regular file"):
+        paths.read_document(tmp_path / "pipe")
+    with pytest.raises(FormatError, match="none is missing"):
+        paths.read_document(tmp_path / "none")
