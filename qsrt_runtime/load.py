@@ -1,7 +1,6 @@
 """load_package: from a sealed directory to layers ready to run."""
 
 import logging
-import math
 import operator
 import time
 from collections.abc import Callable, Iterable
@@ -16,7 +15,13 @@ from qsrt_runtime import verified
 from qsrt_runtime.format import manifest as manifests
 from qsrt_runtime.format.container import layer_place
 from qsrt_runtime.format.errors import FormatError
-from qsrt_runtime.format.geometry import SLOTS_PER_PAIR, Geometry, align, extent
+from qsrt_runtime.format.geometry import (
+    ROTATION_MULTIPLIER,
+    SLOTS_PER_PAIR,
+    Geometry,
+    align,
+    extent,
+)
 from qsrt_runtime.format.package import (
     Package,
     check_base,
@@ -38,6 +43,8 @@ class LoadedPackage:
 
     path: its folder.   config: the model's config.json.   geometry: sizes of every layer's
     experts, whole.   topk: experts a token goes to.   layers: by layer index of the checkpoint.
+    expert_map: [E] int32 on the device, what moe_forward takes where not all experts are loaded:
+    the layers' own id of each, -1 for one that is not there; None where all are.
     seal_sha256: the digest that binds every byte of the package.
     verify_s, load_s: seconds for checking the files and for bringing the layers to the device.
     load_bytes: bytes read for that.
@@ -48,6 +55,7 @@ class LoadedPackage:
     geometry: Geometry
     topk: int
     layers: dict[int, LayerWeights]
+    expert_map: torch.Tensor | None
     seal_sha256: str
     verify_s: float
     load_s: float
@@ -60,6 +68,7 @@ def load_package(
     device: str | torch.device = "cpu",
     rank: int = 0,
     world_size: int = 1,
+    experts: range | None = None,
     layers: Iterable[int] | None = None,
     verify: str = "once",
 ) -> LoadedPackage:
@@ -67,23 +76,26 @@ def load_package(
 
     device: "cpu" or a CUDA device.   rank, world_size: load only the slots of this rank's pairs
     of every expert (consecutive shares; the first ranks have one more); the ranks' outputs add
-    up to the whole.   layers: the layers to load, by default all.
+    up to the whole.   experts: load these alone, of step 1, by default all; moe_forward then wants
+    `expert_map`, and the outputs of ranges that are all experts together add up to the whole.
+    layers: the layers to load, by default all.
     verify: "once" reads and checks every file of the package unless that was done before and no
     file changed size, time or inode since; "always" does not remember; "structure" checks the
     documents, the headers and the small sections, and trusts the slabs.
     Raises FormatError naming the file and the field that is wrong, ValueError or TypeError for
     arguments.
     """
-    target = _checked_device(device)
+    target = checked_device(device)
     package = open_package(Path(path))
     wanted = _wanted_layers(package, layers)
-    slots = _owned_slots(package.geometry, rank, world_size)
+    slots = owned_slots(package.geometry, rank, world_size)
+    experts = _wanted_experts(package.geometry, experts)
     start = time.perf_counter()
     before = verify_package(package, verify)
     verify_s = time.perf_counter() - start
     start = time.perf_counter()
     with Staging(target) as staging:
-        loaded = {layer: load_layer(package, layer, staging, slots) for layer in wanted}
+        loaded = {layer: load_layer(package, layer, staging, slots, experts) for layer in wanted}
     check_unchanged(package, before)
     for number, weights in loaded.items():
         loaded[number] = replace(
@@ -98,6 +110,7 @@ def load_package(
         geometry=package.geometry,
         topk=package.documents.manifest["geometry"]["topk"],
         layers=loaded,
+        expert_map=expert_map(package.geometry, experts, target),
         seal_sha256=package.seal_sha256,
         verify_s=verify_s,
         load_s=load_s,
@@ -141,35 +154,59 @@ def _check_files(package: Package, verify: str) -> None:
 
 
 def load_layer(
-    package: Package, layer: int, staging: Staging, slots: range | None = None
+    package: Package,
+    layer: int,
+    staging: Staging,
+    slots: range | None = None,
+    experts: range | None = None,
 ) -> LayerWeights:
-    """Bring one layer's slots, by default all, to a device: two small sections and one extent.
+    """Bring one layer's slots and experts, by default all, to a device; nothing else is read.
 
     The package has been verified. The tensors are filled when the staging ends.
     """
-    geometry = package.geometry
+    whole = package.geometry
     place = layer_place(package.path / package.layer_name(layer))
-    slots = range(geometry.slots) if slots is None else slots
-    codes = staging.read(place.path, place.sections, geometry.experts)
-    shape = (3, place.scale_rows, geometry.hidden)
-    scales = staging.read(
-        place.path, place.sections + align(geometry.experts), 2 * math.prod(shape)
+    slots = range(whole.slots) if slots is None else slots
+    experts = range(whole.experts) if experts is None else experts
+    codes = staging.read(place.path, place.sections + experts.start, len(experts))
+    first, rows = (experts.start, len(experts)) if place.scale_rows > 1 else (0, 1)
+    scales = staging.read_rows(
+        place.path,
+        place.sections + align(whole.experts) + 2 * whole.hidden * first,
+        3,
+        2 * whole.hidden * rows,
+        2 * whole.hidden * place.scale_rows,
     )
-    atoms = staging.read(
-        place.path, place.slab + slots.start * place.stride, len(slots) * place.stride
+    has_all = len(experts) == whole.experts
+    atoms = staging.read_rows(
+        place.path,
+        place.slab + slots.start * place.stride + experts.start * whole.bundle_bytes,
+        len(slots),
+        place.stride if has_all else len(experts) * whole.bundle_bytes,
+        place.stride,
     )
     hidden_act = package.documents.config.get("hidden_act")
     names = manifests.activations(package.documents.manifest, hidden_act, layer)
-    activations = [manifests.ACTIVATIONS.index(name) for name in names]
+    activations = [manifests.ACTIVATIONS.index(names[expert]) for expert in experts]
     return LayerWeights(
-        layer=layer,
-        geometry=geometry,
+        # Expert e of these stands where expert e of this layer does:
+        layer=layer + ROTATION_MULTIPLIER * experts.start,
+        geometry=replace(whole, experts=len(experts)),
         slots=slots,
         format_codes=codes,
-        shared_scales=scales.view(torch.float16).view(shape),
-        atoms=atoms.view(len(slots), place.stride),
+        shared_scales=scales.view(torch.float16).view(3, rows, whole.hidden),
+        atoms=atoms,
         activations=torch.tensor(activations, dtype=torch.uint8, device=staging.device),
     )
+
+
+def expert_map(geometry: Geometry, experts: range, device: torch.device) -> torch.Tensor | None:
+    """[E] int32: the place in a range of each of a layer's experts, or -1; None for all."""
+    if len(experts) == geometry.experts:
+        return None
+    places = torch.full((geometry.experts,), -1, dtype=torch.int32, device=device)
+    places[experts.start : experts.stop] = torch.arange(len(experts), device=device)
+    return places
 
 
 def _all(pool: ThreadPoolExecutor, work: Callable[[Any], object], items: Iterable[Any]) -> None:
@@ -178,8 +215,11 @@ def _all(pool: ThreadPoolExecutor, work: Callable[[Any], object], items: Iterabl
         pass
 
 
-def _owned_slots(geometry: Geometry, rank: int, world_size: int) -> range:
-    """The slots of a rank's pairs; whole pairs, since a Hadamard block lies inside one."""
+def owned_slots(geometry: Geometry, rank: int, world_size: int) -> range:
+    """The slots of a rank's pairs; whole pairs, since a Hadamard block lies inside one.
+
+    Raises ValueError where ranks would have none.
+    """
     rank, world_size = _integer(rank, "rank"), _integer(world_size, "world_size")
     if not 1 <= world_size <= geometry.pairs:
         raise ValueError(
@@ -190,6 +230,18 @@ def _owned_slots(geometry: Geometry, rank: int, world_size: int) -> range:
         raise ValueError(f"rank is {rank}, expected 0..{world_size - 1}")
     pairs = extent(geometry.pairs, world_size, rank)
     return range(SLOTS_PER_PAIR * pairs.start, SLOTS_PER_PAIR * pairs.stop)
+
+
+def _wanted_experts(geometry: Geometry, experts: range | None) -> range:
+    if experts is None:
+        return range(geometry.experts)
+    if not isinstance(experts, range):
+        raise TypeError(f"experts is {experts!r}, expected a range, as range(0, 2)")
+    if experts.step != 1 or not 0 <= experts.start < experts.stop <= geometry.experts:
+        raise ValueError(
+            f"experts is {experts}, expected some, of step 1, of {range(geometry.experts)}"
+        )
+    return experts
 
 
 def _wanted_layers(package: Package, layers: Iterable[int] | None) -> list[int]:
@@ -213,7 +265,7 @@ def _integer(value: Any, name: str) -> int:
         raise TypeError(f"{name} is {value!r}, expected an integer") from None
 
 
-def _checked_device(device: str | torch.device) -> torch.device:
+def checked_device(device: str | torch.device) -> torch.device:
     """The device with its index, once it is known to be there."""
     try:
         target = torch.device(device)

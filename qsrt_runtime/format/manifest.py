@@ -32,6 +32,7 @@ IMPORT_FIRST = "first import qsrt_runtime.integrations.transformers, then load t
 ACTIVATIONS = ("silu", "situ")
 SITU_BETA = 4.0
 SITU_LINEAR_BETA = 25.0
+METHODS = ("qsrt", "modelopt")  # how convert's two loaders spell quant_method
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from qsrt_runtime import moe_decode as module
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.moe import moe_forward
-from qsrt_runtime.moe_decode import moe_decode
+from qsrt_runtime.moe_decode import moe_decode, moe_forward_kernels
 from qsrt_runtime.moe_reference import moe_forward_reference
 from qsrt_runtime.ops import fused
 from qsrt_runtime.weights import LayerWeights, Traits, traits_of
@@ -201,6 +201,16 @@ def test_ranks_add_up(name, dtype):  # RT-11a
     total = sum(run(x, layer, ids, weights).float() for layer in layers)
     expected = moe_forward_reference(x.float(), whole, ids, weights)
     assert error(total, expected) < BOUND[dtype]
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+def test_many_tokens_in_a_callers_workspace(name, dtype):
+    layer = random_layer(SMALL, place(name))
+    x, ids, weights = inputs(layer, 7, 2, dtype)
+    workspace = poisoned(layer, 2, dtype, tokens=3)
+    found = moe_forward_kernels(x, layer, ids, weights, workspace=workspace)
+    assert torch.equal(found[6:], run(x[6:], layer, ids[6:], weights[6:]))
+    assert error(found, moe_forward_reference(x.float(), layer, ids, weights)) < BOUND[dtype]
 
 
 @pytest.mark.parametrize(("name", "dtype"), DEVICES)
