@@ -369,6 +369,21 @@ def test_the_operator_in_a_graph():
 
 
 @GPU
+def test_many_tokens_in_a_graph_with_a_callers_workspace():
+    layer = on_gpu()
+    workspace = poisoned(layer, 2, BFLOAT)
+    x, ids, weights = inputs(layer, 40, 2, BFLOAT)
+    expected = moe_forward_kernels(x, layer, ids, weights, workspace=workspace).clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = moe_forward_kernels(x, layer, ids, weights, workspace=workspace)
+    graph.replay()
+    assert torch.equal(found, expected)
+    check_guards(workspace)
+    assert error(found, moe_forward_reference(x.float(), layer, ids, weights)) < BOUND[BFLOAT]
+
+
+@GPU
 def test_capturing_the_first_call_is_refused():  # RT-6b
     layer = on_gpu(Geometry(384, 256, 3))
     x, ids, weights = inputs(layer, 5, 2, HALF)

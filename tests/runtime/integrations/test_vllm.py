@@ -44,18 +44,19 @@ def wide(tmp_path_factory):
 
 @pytest.fixture
 def build(monkeypatch, wide):
-    """build(rank=, ranks=, by_experts=, lora=, eplb=, prefix=, package=, ...): vLLM's own layer
-    as its model classes make it, on one of several ranks, loaded."""
+    """build(rank=, ranks=, by_experts=, lora=, eplb=, prefix=, model=, cache=, ...): vLLM's own
+    layer as its model classes make it, on one of several ranks, loaded."""
 
     def build(
-        *, rank=0, ranks=1, by_experts=False, lora=None, eplb=False, prefix=PREFIX, package=wide,
-        **options,
+        *, rank=0, ranks=1, by_experts=False, lora=None, eplb=False, prefix=PREFIX, model=wide,
+        cache=None, **options,
     ):  # fmt: skip
         monkeypatch.setattr(fused_moe_config, "get_tensor_model_parallel_rank", lambda: rank)
-        quantization_config = json.loads((package / "config.json").read_text())
+        quantization_config = json.loads((wide / "config.json").read_text())
         config = QsrtConfig.from_config(quantization_config["quantization_config"])
-        config.maybe_update_config(str(package))
+        config.maybe_update_config(str(model))
         whole = VllmConfig()
+        whole.load_config.download_dir = cache
         whole.parallel_config.enable_expert_parallel = by_experts
         whole.parallel_config.enable_eplb = eplb
         whole.lora_config = lora
@@ -124,6 +125,14 @@ def test_a_layer_is_moe_forward(build, wide):
     assert expected.any()
     stored = dict(layer.named_buffers())["qsrt_atoms"]
     assert stored.data_ptr() == layer.quant_method.weights.atoms.data_ptr()
+
+
+def test_hub_repository(build, wide, hub_snapshot, tmp_path):
+    snapshot = hub_snapshot(wide)
+    (snapshot.parent.parent / "refs").mkdir()
+    (snapshot.parent.parent / "refs" / "main").write_text(snapshot.name)
+    layer = build(model="owner/name", cache=str(tmp_path))
+    assert torch.equal(layer.qsrt_atoms, load_package(wide).layers[1].atoms)
 
 
 @pytest.mark.parametrize("value", [0.25, 4.0])
