@@ -40,8 +40,11 @@ from qsrt_runtime.workspace import MAX_TOKENS, Workspace, make_workspace
 
 METHOD = "qsrt"
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-# All that a quantization_config of ours says; what says more has more that is quantized.
-_KEYS = {"demoted_format", "hybrid_bit_map", "kept_format", "qsrt", "quant_algo", "quant_method"}
+# All that a quantization_config of ours says. One that says more has other tensors quantized too.
+_KEYS = {
+    *("demoted_format", "hybrid_bit_map", "ignored_layers", "kept_format", "qsrt", "quant_algo"),
+    "quant_method",
+}
 
 
 def register() -> None:

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -209,9 +210,9 @@ def test_ranges_of_experts_add_up(many, parts, ranks):
             assert ((found - expected).norm() / expected.norm()).item() < 1e-5
 
 
-@pytest.mark.parametrize("schema", ["rows of each expert", "one row"])
-def test_a_range_is_those_experts(many, golden, schema):
-    path, layer = (many, 1) if schema == "rows of each expert" else (golden / "publication", 5)
+@pytest.mark.parametrize("kind", ["ours", "published"])
+def test_a_range_is_those_experts(many, golden, kind):
+    path, layer = (many, 1) if kind == "ours" else (golden / "publication", 5)
     whole = load_package(path).layers[layer]
     loaded = load_package(path, experts=range(1, 3))
     assert loaded.expert_map.tolist() == [-1, 0, 1] + [-1] * (whole.geometry.experts - 3)
@@ -229,6 +230,23 @@ def test_a_range_is_those_experts(many, golden, schema):
                 getattr(found, matrix).records, getattr(expected, matrix).records, strict=True
             ):
                 assert torch.equal(*records)
+
+
+def test_a_range_of_experts_that_share_their_scales(golden):
+    """The other published schema has one row of them, for all experts."""
+    stored = container.read_layer(golden / "kimi_layer.safetensors")
+    manifest = {"layers": {"7": {"expert_count": stored.geometry.experts}}}
+    package = SimpleNamespace(
+        geometry=stored.geometry,
+        path=golden,
+        layer_name=lambda _: "kimi_layer.safetensors",
+        documents=SimpleNamespace(config={"hidden_act": "situ"}, manifest=manifest),
+    )
+    with staging.Staging(torch.device("cpu")) as stage:
+        part = load.load_layer(package, 7, stage, range(8, 16), range(1))
+    assert torch.equal(part.shared_scales, stored.shared_scales)
+    assert torch.equal(part.atoms, stored.atoms[8:16, : stored.geometry.bundle_bytes])
+    assert part.activations.tolist() == [1]
 
 
 @pytest.mark.parametrize("experts", [range(0), range(2, 2), range(3, 6), range(-1, 2)])

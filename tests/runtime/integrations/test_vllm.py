@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from packages import write_package
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 from vllm.config import LoRAConfig, VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers import quantization
 from vllm.model_executor.layers.fused_moe import FusedMoEFactory, UnquantizedFusedMoEMethod
@@ -348,10 +348,34 @@ def test_trained_model(trained, tmp_path, expected, options):
 def test_in_the_published_spelling(example, tmp_path, expected):
     source, package = example
     other = tmp_path / "kquant"
-    job.run(job.prepare(source, other, Settings(search="fast"), loader="kquant"), False)
+    job.run(
+        job.prepare(source, other, Settings(search="fast"), loader="kquant"), show_progress=False
+    )
     stated = json.loads((other / "config.json").read_text())["quantization_config"]
     assert stated["quant_method"] == "modelopt"
     ran, found = generate(other, tmp_path / "tokens", enforce_eager=True)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    assert found == expected(package)
+
+
+def test_shared_experts_are_added_once(tmp_path, expected):  # RT-11c
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 512}
+    counts = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen2MoeConfig(
+        **(sizes | counts),
+        shared_expert_intermediate_size=256,
+        num_experts=4,
+        num_experts_per_tok=2,
+        vocab_size=256,
+        max_position_embeddings=128,
+        initializer_range=0.1,
+    )
+    Qwen2MoeForCausalLM(config).save_pretrained(tmp_path / "model")
+    package = tmp_path / "package"
+    job.run(job.prepare(tmp_path / "model", package, Settings(search="fast")), show_progress=False)
+    options = {"tensor_parallel_size": 2, "enforce_eager": True, "skip_tokenizer_init": True}
+    ran, found = generate(package, tmp_path / "tokens", **options)
     assert ran.returncode == 0, ran.stderr[-3000:]
     assert found == expected(package)
 
