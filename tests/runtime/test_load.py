@@ -327,7 +327,7 @@ def test_ranks_that_are_no_integers(wide, argument, value):
 
 def test_default_device_does_not_matter(wide):
     with torch.device("meta"):
-        found = load_package(wide)
+        found = load_package(wide, verify="always")
     assert {t.device.type for t in vars(found.layers[0]).values() if hasattr(t, "device")} == {
         "cpu"
     }

@@ -307,6 +307,16 @@ def test_workspaces_that_make_no_sense(tokens, topk):
         make_workspace(SMALL, topk, tokens, HALF, torch.device("cpu"))
 
 
+def test_workspaces_are_the_same_whatever_the_default_type_is():
+    """vLLM loads a model with the model's type as the default."""
+    torch.set_default_dtype(BFLOAT)
+    try:
+        workspace = make_workspace(SMALL, 2, 4, HALF, torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert workspace.partial.dtype == torch.float32
+
+
 def on_gpu(geometry=SMALL, **options):
     return random_layer(geometry, torch.device("cuda"), **options)
 

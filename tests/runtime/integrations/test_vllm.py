@@ -126,6 +126,19 @@ def test_a_layer_is_moe_forward(build, wide):
     assert stored.data_ptr() == layer.quant_method.weights.atoms.data_ptr()
 
 
+def test_the_kernels_way(build, wide):
+    """What a GPU does, by Triton's interpreter: more tokens than the workspace has room for."""
+    layer = build(apply_router_weight_on_input=True)
+    method = layer.quant_method
+    method.workspace = method.config.workspace(method.weights, 2, torch.float16)
+    assert method.workspace is method.config.workspace(method.weights, 2, torch.float16)
+    x, weights, ids = batch(tokens=17)
+    options = {"weight_on_input": True}
+    expected = moe_forward(x, load_package(wide).layers[1], ids, weights, **options)
+    found = apply(layer, x.half(), weights, ids)
+    assert ((found - expected).norm() / expected.norm()).item() < 6e-4
+
+
 def test_hub_repository(build, wide, hub_snapshot, tmp_path):
     snapshot = hub_snapshot(wide)
     (snapshot.parent.parent / "refs").mkdir()
