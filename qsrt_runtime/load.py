@@ -185,9 +185,6 @@ def load_layer(
         place.stride if has_all else len(experts) * whole.bundle_bytes,
         place.stride,
     )
-    hidden_act = package.documents.config.get("hidden_act")
-    names = manifests.activations(package.documents.manifest, hidden_act, layer)
-    activations = [manifests.ACTIVATIONS.index(names[expert]) for expert in experts]
     return LayerWeights(
         # Expert e of these stands where expert e of this layer does:
         layer=layer + ROTATION_MULTIPLIER * experts.start,
@@ -196,8 +193,16 @@ def load_layer(
         format_codes=codes,
         shared_scales=scales.view(torch.float16).view(3, rows, whole.hidden),
         atoms=atoms,
-        activations=torch.tensor(activations, dtype=torch.uint8, device=staging.device),
+        activations=_activations(package, layer, experts).to(staging.device),
     )
+
+
+def _activations(package: Package, layer: int, experts: range) -> torch.Tensor:
+    """[len(experts)] uint8, each one's place in ACTIVATIONS, on the CPU."""
+    hidden_act = package.documents.config.get("hidden_act")
+    names = manifests.activations(package.documents.manifest, hidden_act, layer)
+    places = [manifests.ACTIVATIONS.index(names[expert]) for expert in experts]
+    return torch.tensor(places, dtype=torch.uint8, device="cpu")
 
 
 def expert_map(geometry: Geometry, experts: range, device: torch.device) -> torch.Tensor | None:

@@ -51,7 +51,7 @@ class Staging:
         As `read`, of nothing in between.
         """
         out = torch.empty(rows, size, dtype=torch.uint8, device=self.device)
-        runs = out.view(1, -1) if size == stride else out  # that lie side by side are one
+        runs = out.view(1, rows * size) if size == stride else out  # that lie side by side are one
         descriptor = os.open(path, os.O_RDONLY)
         self._descriptors.append(descriptor)
         self._parts += [

@@ -204,6 +204,25 @@ def test_ranks_add_up(name, dtype):  # RT-11a
 
 
 @pytest.mark.parametrize(("name", "dtype"), DEVICES)
+def test_a_range_of_experts_is_a_layer_of_its_own(name, dtype):
+    geometry, codes = Geometry(128, 768, 5), [0x11, 0, 0x02, 0x10, 0]
+    whole = random_layer(geometry, place(name), codes=codes, sides="expert")
+    held, size = slice(2, 4), geometry.bundle_bytes
+    part = replace(
+        whole,
+        layer=whole.layer + 5 * 2,
+        geometry=replace(geometry, experts=2),
+        format_codes=whole.format_codes[held],
+        shared_scales=whole.shared_scales[:, held].contiguous(),
+        atoms=whole.atoms[:, 2 * size : 4 * size].contiguous(),
+        activations=whole.activations[held],
+    )
+    x, ids, weights = inputs(part, 3, 2, dtype)
+    found = run(x, part, ids, weights)
+    assert error(found, moe_forward_reference(x.float(), whole, ids + 2, weights)) < BOUND[dtype]
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
 def test_many_tokens_in_a_callers_workspace(name, dtype):
     layer = random_layer(SMALL, place(name))
     x, ids, weights = inputs(layer, 7, 2, dtype)
