@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ from qsrt_runtime.load import load_package
 from qsrt_runtime.moe import moe_forward
 
 PREFIX = "model.layers.1.mlp.experts"
+BY_EXPERTS = {"enable_expert_parallel": True}
 
 
 @pytest.fixture(scope="module")
@@ -43,31 +45,25 @@ def wide(tmp_path_factory):
 
 @pytest.fixture
 def build(monkeypatch, wide):
-    """build(rank=, ranks=, by_experts=, lora=, eplb=, prefix=, model=, cache=, ...): vLLM's own
-    layer as its model classes make it, on one of several ranks, loaded."""
+    """build(rank=, parallel=, lora=, model=, cache=, ...): vLLM's own layer, loaded, as its model
+    classes make it; as one of several ranks where options say so."""
+    group = SimpleNamespace(rank_in_group=0)
+    for name in ("get_dp_group", "get_pcp_group"):
+        monkeypatch.setattr(fused_moe_config, name, lambda: group)
 
-    def build(
-        *, rank=0, ranks=1, by_experts=False, lora=None, eplb=False, prefix=PREFIX, model=wide,
-        cache=None, **options,
-    ):  # fmt: skip
+    def build(*, rank=0, parallel=None, lora=None, model=wide, cache=None, **options):
         monkeypatch.setattr(fused_moe_config, "get_tensor_model_parallel_rank", lambda: rank)
         quantization_config = json.loads((wide / "config.json").read_text())
         config = QsrtConfig.from_config(quantization_config["quantization_config"])
         config.maybe_update_config(str(model))
         whole = VllmConfig()
-        whole.load_config.download_dir = cache
-        whole.parallel_config.enable_expert_parallel = by_experts
-        whole.parallel_config.enable_eplb = eplb
-        whole.lora_config = lora
-        sizes = {"num_experts": 5, "top_k": 2, "hidden_size": 128, "intermediate_size": 768}
-        single = {"tp_size": ranks, "dp_size": 1, "pcp_size": 1}
+        whole.load_config.download_dir, whole.lora_config = cache, lora
+        for name, value in (parallel or {}).items():
+            setattr(whole.parallel_config, name, value)
+        given = {"num_experts": 5, "top_k": 2, "hidden_size": 128, "intermediate_size": 768}
+        given |= {"tp_size": 1, "dp_size": 1, "pcp_size": 1, "prefix": PREFIX} | options
         with set_current_vllm_config(whole):
-            runner = FusedMoEFactory(
-                **(sizes | single | options),
-                params_dtype=torch.float32,
-                quant_config=config,
-                prefix=prefix,
-            )
+            runner = FusedMoEFactory(**given, params_dtype=torch.float32, quant_config=config)
         layer = runner.routed_experts
         layer.quant_method.process_weights_after_loading(layer)
         return layer
@@ -168,7 +164,8 @@ def test_router_weight_on_input_with_two_experts(build):  # RT-8b
 @pytest.mark.parametrize("by_experts", [False, True])
 def test_ranks_add_up(build, ranks, by_experts):  # RT-11a
     x, weights, ids = batch()
-    shares = [build(rank=rank, ranks=ranks, by_experts=by_experts) for rank in range(ranks)]
+    options = {"tp_size": ranks, "parallel": BY_EXPERTS if by_experts else None}
+    shares = [build(rank=rank, **options) for rank in range(ranks)]
     assert close(
         sum(apply(layer, x, weights, ids) for layer in shares), apply(build(), x, weights, ids)
     )
@@ -181,12 +178,12 @@ def test_ranks_add_up(build, ranks, by_experts):  # RT-11a
 
 def test_more_ranks_than_pairs(build):  # RT-11a
     with pytest.raises(ValueError, match="world_size is 4; experts of 768 channels have 3 pairs"):
-        build(ranks=4)
+        build(tp_size=4)
 
 
 def test_more_ranks_than_experts(build):
     with pytest.raises(ValueError, match=r"a rank has experts \[\] of 5"):
-        build(rank=5, ranks=6, by_experts=True)
+        build(rank=5, tp_size=6, parallel=BY_EXPERTS)
 
 
 def test_experts_that_do_not_follow_each_other():
@@ -205,9 +202,12 @@ def test_experts_that_do_not_follow_each_other():
         ({"has_bias": True}, "do not run with biases"),
         ({"lora": LoRAConfig(max_lora_rank=8)}, "do not run with LoRA adapters"),
         (
-            {"ranks": 2, "by_experts": True, "is_sequence_parallel": True},
+            {"tp_size": 2, "parallel": BY_EXPERTS, "is_sequence_parallel": True},
             "do not run with sequence parallelism",
         ),
+        ({"dp_size": 2}, "do not run with data parallelism"),
+        ({"pcp_size": 2}, "do not run with prefill context parallelism"),
+        ({"parallel": {"enable_dbo": True}}, "do not run with dual batch overlap"),
         ({"num_experts": 6}, "vLLM has 6 experts, packed are 5"),
         ({"hidden_size": 256}, "vLLM has 256 hidden channels, packed are 128"),
         ({"intermediate_size": 512}, "vLLM has 512 intermediate channels, packed are 768"),
@@ -220,9 +220,9 @@ def test_refusals(build, options, message):
 
 
 def test_moving_experts_is_refused(build):
-    options = {"ranks": 2, "by_experts": True, "eplb": True, "enable_eplb": True}
+    options = {"parallel": BY_EXPERTS | {"enable_eplb": True}, "enable_eplb": True}
     with pytest.raises(NotImplementedError, match="EPLB is not supported QsrtMoEMethod"):
-        build(num_experts=5, num_redundant_experts=1, **options)
+        build(tp_size=2, num_redundant_experts=1, **options)
 
 
 def test_everything_else_is_not_quantized(build, wide):
