@@ -18,12 +18,11 @@ from safetensors.torch import load_file, save_file
 
 from qsrt_pack.calibrate import capture
 from qsrt_pack.calibrate.statistics import LayerRows, gather
-from qsrt_pack.calibration_input import EMBEDDING, NORM, ROWS, CalibrationInput, read_input
+from qsrt_pack.calibration_input import ROWS, CalibrationInput, embedding_name, read_input
 from qsrt_pack.output import discard, replacing, state_file
 from qsrt_pack.progress import bar
-from qsrt_pack.source.checkpoint import digest_files, read_tensor, source_stamp
-from qsrt_pack.source.dtypes import to_float32
-from qsrt_pack.source.models import one_layer_changes
+from qsrt_pack.source.checkpoint import digest_files, read_weight, source_stamp
+from qsrt_pack.source.models import one_layer_changes, outer_names
 from qsrt_pack.statistics import (
     DOCUMENT,
     Statistics,
@@ -36,7 +35,6 @@ from qsrt_runtime.format.errors import FormatError
 
 _BATCH_TOKENS = 4096  # run at once
 _RECEIVED = "received.bin"  # what a layer's experts receive, or the gradients there
-_HEAD = "lm_head.weight"
 _log = logging.getLogger(__name__)
 
 
@@ -114,7 +112,7 @@ class _Run(CalibrationInput):
 
     @property
     def layers(self) -> int:
-        return self.checkpoint.config["num_hidden_layers"]
+        return self.experts.naming.count
 
     def resume(self) -> None:
         """Take over what a stopped run of the same input has finished."""
@@ -133,7 +131,7 @@ class _Run(CalibrationInput):
         """Refuse to start where the residual rows will not fit."""
         both = self.document["settings"]["backward"]
         files = self.layers + 4 if both else 3  # of residual rows at once
-        need = files * self.tokens.numel() * self.experts.geometry.hidden * 4
+        need = files * self.tokens.numel() * self.experts.true_sizes.hidden * 4
         here = sum(path.stat().st_size for path in self.folder.iterdir())
         free = shutil.disk_usage(self.folder).free + here
         if free < need:
@@ -211,21 +209,23 @@ class _Run(CalibrationInput):
 
     def _mapped(self, name: str, rows: int, dtype: torch.dtype) -> torch.Tensor:
         """A mapped file: [rows, H]. Its room is taken at once, or a full disk would be a crash."""
-        path, hidden = self.folder / name, self.experts.geometry.hidden
+        path, hidden = self.folder / name, self.experts.true_sizes.hidden
         with paths.naming(path), path.open("ab") as file:
             os.posix_fallocate(file.fileno(), 0, rows * hidden * dtype.itemsize)
         size = rows * hidden
         return torch.from_file(str(path), shared=True, size=size, dtype=dtype).view(-1, hidden)
 
     def _weights(self, *names: str) -> dict[str, torch.Tensor]:
-        return {name: to_float32(read_tensor(self.checkpoint, name)) for name in names}
+        return {name: read_weight(self.checkpoint, name) for name in names}
 
     def _runner(self, layer: int) -> capture.LayerRunner:
-        prefix = f"model.layers.{layer}."
-        names = [name for name in self.checkpoint.tensors if name.startswith(prefix)]
+        prefix = self.experts.naming.path(layer)
+        names = [name for name in self.checkpoint.weights if name.startswith(prefix)]
         changes = one_layer_changes(self.experts, layer)
-        weights = self._weights(*names)
-        return capture.LayerRunner(self.checkpoint.config, layer, changes, weights, self.device)
+        found = self._weights(*names)
+        weights = {name.removeprefix(prefix): weight for name, weight in found.items()}
+        config = self.checkpoint.model_config
+        return capture.LayerRunner(config, layer, changes, weights, self.device)
 
     def _batches(self) -> Iterator[slice]:
         """Windows that are run at once."""
@@ -234,7 +234,7 @@ class _Run(CalibrationInput):
             yield slice(start, min(start + step, len(self.tokens)))
 
     def _embed(self) -> None:
-        embedding = self._weights(EMBEDDING)[EMBEDDING]
+        (embedding,) = self._weights(embedding_name(self.checkpoint)).values()
         rows = self._residual(_hidden_name(0))
         for some in self._batches():
             rows[some] = embedding[self.tokens[some]]
@@ -288,9 +288,8 @@ class _Run(CalibrationInput):
         _save(tensors, self.folder / rows_name(layer))
 
     def _start_backward(self) -> None:
-        head = EMBEDDING if _HEAD not in self.checkpoint.tensors else _HEAD
-        weights = self._weights(NORM, EMBEDDING, head)
-        gradient = capture.loss_gradient(self.checkpoint.config, weights, self.device)
+        weights = self._weights(*outer_names(self.checkpoint, self.experts))
+        gradient = capture.loss_gradient(self.checkpoint.model_config, weights, self.device)
         rows, slopes = (
             self._residual(_hidden_name(self.layers)),
             self._residual(_slope_name(self.layers)),

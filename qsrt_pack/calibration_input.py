@@ -10,13 +10,14 @@ import transformers
 
 from qsrt_pack.assemble.package import library_versions
 from qsrt_pack.output import check_output, has_content
+from qsrt_pack.source.architectures import CALIBRATED
 from qsrt_pack.source.checkpoint import (
     Checkpoint,
     digest_small_files,
     open_checkpoint,
     source_stamp,
 )
-from qsrt_pack.source.models import ARCHITECTURES, RoutedExperts, find_experts
+from qsrt_pack.source.models import RoutedExperts, find_experts
 from qsrt_pack.state import differences, listed
 from qsrt_pack.statistics import DOCUMENT, Statistics, open_statistics
 from qsrt_pack.text import count_windows, read_text, tokenize
@@ -24,7 +25,7 @@ from qsrt_runtime.format import schema
 from qsrt_runtime.format.errors import FormatError
 
 ROWS = 1 << 16  # kept of an expert
-EMBEDDING, NORM = "model.embed_tokens.weight", "model.norm.weight"
+_EMBEDDINGS = ("model.embed_tokens.weight", "model.word_embeddings.weight")
 _TITLES = {"source": "source file", "settings": "setting", "versions": "version of"}
 
 
@@ -114,12 +115,7 @@ def read_input(
     checkpoint = open_checkpoint(source)
     stamp = source_stamp(checkpoint)
     experts = find_experts(checkpoint)
-    if not experts.architecture.is_calibrated:
-        kinds = sorted(name for name, each in ARCHITECTURES.items() if each.is_calibrated)
-        raise FormatError(
-            f"{source}: calibration runs {', '.join(kinds)}, not {experts.model_type}; convert "
-            "without it"
-        )
+    _check_runs(checkpoint, experts)
     vocabulary = _checked_vocabulary(checkpoint)
     data = read_text(text)
     tokens = tokenize(source, data, vocabulary, text)
@@ -147,11 +143,30 @@ def read_input(
     return CalibrationInput(checkpoint, experts, tokens, document, stamp)
 
 
+def embedding_name(checkpoint: Checkpoint) -> str:
+    """The tensor of the tokens' rows, [V, H]."""
+    for name in _EMBEDDINGS:
+        if name in checkpoint.weights:
+            return name
+    raise FormatError(f"{checkpoint.path} has no {_EMBEDDINGS[0]}, which calibration runs")
+
+
+def _check_runs(checkpoint: Checkpoint, experts: RoutedExperts) -> None:
+    """Refuse a model whose layers are not run alone."""
+    kind = experts.model_type
+    if checkpoint.config.get("text_config") is not None:
+        kind = f"models with a text_config ({checkpoint.config.get('model_type')})"
+    elif kind in CALIBRATED:
+        return
+    raise FormatError(
+        f"{checkpoint.path}: calibration runs {', '.join(sorted(CALIBRATED))}, not {kind}; "
+        "convert without it"
+    )
+
+
 def _checked_vocabulary(checkpoint: Checkpoint) -> int:
-    """vocab_size, once the tensors outside the layers are known to be there."""
-    for name in (EMBEDDING, NORM):
-        if name not in checkpoint.tensors:
-            raise FormatError(f"{checkpoint.path} has no {name}, which calibration runs")
+    """vocab_size, once the tokens' rows are known to be there."""
+    embedding_name(checkpoint)
     size = checkpoint.config.get("vocab_size")
     if type(size) is not int:
         raise FormatError(f"{checkpoint.path}/config.json: vocab_size is {size!r}")

@@ -140,6 +140,12 @@ def _overwrite_option(command: Callable) -> Callable:
     help="kquant: write config.json as the published vLLM branch reads it.",
 )
 @click.option(
+    "--keep-dense-format",
+    is_flag=True,
+    help="Carry quantized tensors that are no experts' as they are, not as bfloat16; the package "
+    "then needs a loader that reads them.",
+)
+@click.option(
     "--devices",
     default="auto",
     show_default=True,
@@ -163,6 +169,7 @@ def convert(
     hidden_side: str,
     seed: int,
     loader: str,
+    keep_dense_format: bool,
     devices: str,
     calibration: Path | None,
     dry_run: bool,
@@ -177,10 +184,12 @@ def convert(
     from qsrt_pack import job
     from qsrt_pack.encode.expert import Settings
     from qsrt_pack.encode.viterbi import device_kind
+    from qsrt_pack.memory import give_back_what_is_freed
     from qsrt_pack.plan import describe
     from qsrt_pack.ranks import joined_ranks, rank_devices
     from qsrt_pack.workers import find_devices
 
+    give_back_what_is_freed()
     try:
         found = find_devices(devices)
     except ValueError as error:
@@ -210,6 +219,7 @@ def convert(
             out,
             settings,
             loader=loader,
+            keep_dense_format=keep_dense_format,
             overwrite=overwrite,
             devices=found,
             statistics=statistics,
@@ -407,7 +417,7 @@ def decode(
 
 @main.command("eval")
 @click.argument("package", type=LOCATION)
-@click.option("--reference", type=LOCATION, required=True, help="The unquantized checkpoint.")
+@click.option("--reference", type=LOCATION, required=True, help="The checkpoint it was made from.")
 @click.option("--text", type=LOCATION, required=True, help="A UTF-8 text file.")
 @click.option("--window", type=click.IntRange(2), help="Tokens read at once [1024 or less].")
 @click.option("--windows", type=click.IntRange(1), help="How many windows [all].")

@@ -9,23 +9,26 @@ from typing import Any
 import torch
 import transformers
 from torch.nn.functional import log_softmax
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, PreTrainedModel
 
 import qsrt_runtime
 from qsrt_pack.progress import bar
 from qsrt_pack.restore import DensePackage, dense_config
-from qsrt_pack.source.checkpoint import digest_files, open_checkpoint
+from qsrt_pack.source.checkpoint import (
+    Checkpoint,
+    digest_files,
+    open_checkpoint,
+    read_tensor,
+    read_weight,
+)
 from qsrt_pack.source.models import find_experts
+from qsrt_pack.source.naming import Naming
 from qsrt_pack.text import blaming, count_windows, read_text, tokenize
 from qsrt_pack.validate import bits_per_expert_weight
 from qsrt_runtime.format import schema
 from qsrt_runtime.format.errors import FormatError
+from qsrt_runtime.format.manifest import text_config
 from qsrt_runtime.format.package import Package
-from qsrt_runtime.format.tensorfile import read_tensor
 
 _ROWS = 256  # positions whose full-vocabulary distributions are held at once
 
@@ -50,11 +53,12 @@ def evaluate(
     transformers.utils.logging.disable_progress_bar()
     dense = DensePackage(path)
     checkpoint = open_checkpoint(reference)
-    find_experts(checkpoint)
+    naming = find_experts(checkpoint).naming
     data = read_text(text)
     with blaming(reference):
-        config = AutoConfig.from_pretrained(reference)
-    vocabulary = dense.package.documents.config.get("vocab_size", config.vocab_size)
+        config = AutoConfig.from_pretrained(reference).get_text_config()
+    packed_config = text_config(dense.package.documents.config)
+    vocabulary = packed_config.get("vocab_size", config.vocab_size)
     if config.vocab_size != vocabulary:
         raise FormatError(
             f"{reference} has a vocabulary of {config.vocab_size}, {path} of {vocabulary}"
@@ -62,7 +66,7 @@ def evaluate(
     tokens = tokenize(reference, data, vocabulary, text)
     longest = getattr(config, "max_position_embeddings", None)
     size, count = count_windows(len(tokens), longest, window, windows, text)
-    original, packed = _reference_model(reference), _packed_model(dense)
+    original, packed = _reference_model(checkpoint, naming), _packed_model(dense)
     totals = _Totals()
     with bar("eval", count, "windows", show_progress) as advance, torch.inference_mode():
         for row in tokens[: count * size].unflatten(0, (count, size)):
@@ -94,7 +98,7 @@ def _package_facts(package: Package) -> dict[str, Any]:
         "encoder_fingerprint": package.documents.marker["encoder_fingerprint"],
         "dtype": "float32",
         "bits_per_expert_weight": bits_per_expert_weight(package),
-        "expert_weights": experts * package.geometry.weights_per_expert,
+        "expert_weights": experts * package.true_sizes.weights_per_expert,
         "versions": {
             "qsrt": qsrt_runtime.__version__,
             "torch": torch.__version__,
@@ -148,21 +152,28 @@ class _Totals:
         }
 
 
-def _reference_model(reference: Path) -> PreTrainedModel:
-    with blaming(reference):
-        model, info = AutoModelForCausalLM.from_pretrained(
-            reference, dtype=torch.float32, output_loading_info=True
-        )
-    return _complete(model, info, reference)
+def _reference_model(checkpoint: Checkpoint, naming: Naming) -> PreTrainedModel:
+    """The reference, decoded where it is quantized, in float32."""
+    state = {
+        name: read_tensor(checkpoint, name) if weight.is_plain else read_weight(checkpoint, name)
+        for name, weight in checkpoint.weights.items()
+    }
+    return _model(checkpoint.model_config, state, naming, checkpoint.path)
 
 
 def _packed_model(dense: DensePackage) -> PreTrainedModel:
     """The package's model with its experts decoded, in float32."""
-    state = {name: read_tensor(*place) for name, place in dense.base.items()}
+    state = {name: dense.base_weight(name) for name in dense.base}
     state |= {name: dense.expert_weight(name) for name in dense.experts}
-    path = dense.package.path
+    return _model(dense_config(dense.package), state, dense.naming, dense.package.path)
+
+
+def _model(
+    values: dict[str, Any], state: dict[str, torch.Tensor], naming: Naming, path: Path
+) -> PreTrainedModel:
+    """transformers' model of a config.json with these tensors, in float32."""
     with blaming(path):
-        config = AutoConfig.for_model(**dense_config(dense.package))
+        config = AutoConfig.for_model(**values)
         (architecture,) = config.architectures or ["None"]
         model_class = getattr(transformers, architecture)
         if not issubclass(model_class, PreTrainedModel):
@@ -170,14 +181,17 @@ def _packed_model(dense: DensePackage) -> PreTrainedModel:
         model, info = model_class.from_pretrained(
             None, config=config, state_dict=state, dtype=torch.float32, output_loading_info=True
         )
-    return _complete(model, info, path)
+    return _complete(model, info, naming, path)
 
 
-def _complete(model: PreTrainedModel, info: dict[str, Any], path: Path) -> PreTrainedModel:
-    """The model, unless transformers made up, dropped or could not fit a tensor."""
+def _complete(
+    model: PreTrainedModel, info: dict[str, Any], naming: Naming, path: Path
+) -> PreTrainedModel:
+    """The model, unless transformers made up, dropped or could not fit a tensor that counts."""
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if info[what]:
-            name = min(map(str, info[what]))
+        names = [name for name in map(str, info[what]) if not naming.is_nextn(name)]
+        if names:
+            name = min(names)
             raise FormatError(f"{path}: {what.replace('_', ' ')}, {name} for one")
     return model.eval()
 

@@ -12,7 +12,7 @@ from qsrt_runtime.format import rates, schema
 from qsrt_runtime.format.atom import MATRICES
 from qsrt_runtime.format.container import ATOMS, FORMAT_SECTION, KIMI, Layer, read_layer
 from qsrt_runtime.format.errors import FormatError
-from qsrt_runtime.format.geometry import Geometry
+from qsrt_runtime.format.geometry import Geometry, TrueSizes
 from qsrt_runtime.format.package import (
     Package,
     check_base,
@@ -56,7 +56,8 @@ def inspect(path: Path, *, show_progress: bool = True) -> dict[str, Any]:
 
 def _package_report(package: Package, show_progress: bool) -> dict[str, Any]:
     check_base(package)
-    manifest, hidden_act = package.documents.manifest, package.documents.config.get("hidden_act")
+    manifest = package.documents.manifest
+    hidden_act = manifests.text_config(package.documents.config).get("hidden_act")
     codes, acts, experts = Counter(), Counter(silu=0, situ=0), []
     sizes = _file_sizes(package)
     with bar("layers", len(package.layers), "layers", show_progress) as advance:
@@ -69,7 +70,7 @@ def _package_report(package: Package, show_progress: bool) -> dict[str, Any]:
                 experts += [_expert_errors(number, item) for item in evidence["experts"]]
             advance(1)
     return {
-        **_contents(package.geometry, package.layers, codes, sizes),
+        **_contents(package.geometry, package.true_sizes, package.layers, codes, sizes),
         **_origin(package),
         "inspected": "package",
         "path": str(package.path),
@@ -89,6 +90,7 @@ def _origin(package: Package) -> dict[str, Any]:
         "storage_schema": manifest["storage_schema"],
         "encoder_settings": package.encoder_settings if is_ours else None,
         "versions": producer["versions"] if is_ours else None,
+        "source_format": manifest.get("source_format"),
         "source_sha256": manifest["source"]["source_sha256"],
         "encoder_fingerprint": producer["encoder"]["fingerprint"],
         "producer_fingerprint": producer["fingerprint"],
@@ -101,9 +103,9 @@ def _file_report(path: Path) -> dict[str, Any]:
     codes = Counter(layer.format_codes.tolist())
     sizes = Counter(dict.fromkeys(_PACKAGE_BYTES, 0))
     sizes.update(_layer_sizes(path, layer))
-    absent = ("topk", "activations", "errors", "encoder_settings", "versions")
+    absent = ("topk", "activations", "errors", "encoder_settings", "versions", "source_format")
     return {
-        **_contents(layer.geometry, [layer.layer], codes, sizes),
+        **_contents(layer.geometry, None, [layer.layer], codes, sizes),
         **dict.fromkeys((*absent, "producer_fingerprint", "seal_sha256")),
         "inspected": "layer_file",
         "path": str(path),
@@ -117,13 +119,19 @@ def _file_report(path: Path) -> dict[str, Any]:
 
 
 def _contents(
-    geometry: Geometry, layers: list[int], codes: Counter[int], sizes: Counter[str]
+    geometry: Geometry,
+    true_sizes: TrueSizes | None,
+    layers: list[int],
+    codes: Counter[int],
+    sizes: Counter[str],
 ) -> dict[str, Any]:
     """What is said alike of a package and of a layer file.
 
+    true_sizes: None where they are not stated; weights are then those stored.
     codes: experts by format code.   sizes: bytes by kind.
     """
-    weights = (codes.total() - codes[rates.X4T]) * geometry.weights_per_expert
+    each = (true_sizes or geometry).weights_per_expert
+    weights = (codes.total() - codes[rates.X4T]) * each
     stored = sizes.total() - sum(sizes[kind] for kind in _PACKAGE_BYTES)
     modes, pairs = _modes_and_pairs(codes, geometry.records)
     return {
@@ -133,6 +141,8 @@ def _contents(
         "experts_per_layer": geometry.experts,
         "hidden_size": geometry.hidden,
         "intermediate_size": geometry.intermediate,
+        "true_hidden_size": true_sizes and true_sizes.hidden,
+        "true_intermediate_size": true_sizes and true_sizes.intermediate,
         "profile": geometry.profile,
         "atom_slots": geometry.slots,
         "atoms_per_expert": geometry.atoms_per_expert,
@@ -290,7 +300,10 @@ def _experts(report: dict[str, Any]) -> str:
     span = f"layer {layers[0]}"
     if len(layers) > 1:
         span = f"{len(layers)} layers ({layers[0]} to {layers[-1]})"
-    sizes = f"{report['hidden_size']} x {report['intermediate_size']}"
+    sizes = stored = f"{report['hidden_size']} x {report['intermediate_size']}"
+    if report["true_hidden_size"] is not None:
+        sizes = f"{report['true_hidden_size']} x {report['true_intermediate_size']}"
+    sizes += f" (padded to {stored})" if sizes != stored else ""
     parts = [f"{span} x {report['experts_per_layer']}", sizes]
     if report["topk"] is not None:
         parts.append(f"top-{report['topk']}")
@@ -344,6 +357,12 @@ def _origin_lines(report: dict[str, Any]) -> list[tuple[str, str]]:
         versions = report["versions"].items()
         lines.append(("encoder", ", ".join(stated)))
         lines.append(("versions", ", ".join(f"{k} {v or 'none':.60}" for k, v in versions)))
+    if (formats := report["source_format"]) is not None:
+        text = f"experts {', '.join(formats['experts'])}"
+        if formats["carried"]:
+            how = {"bf16": "decoded to bf16", "stored": "kept so"}[formats["carried_as"]]
+            text += f"; other tensors {', '.join(formats['carried'])}, {how}"
+        lines.append(("made from", text))
     for name, key in (
         ("source", "source_sha256"),
         ("encoder id", "encoder_fingerprint"),

@@ -6,7 +6,7 @@ failure leaves what stood there before, and the finished layers beside it for th
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +15,12 @@ import torch
 
 from qsrt_pack.assemble.layer import layer_evidence, worst_experts
 from qsrt_pack.assemble.package import (
-    GIT_ATTRIBUTES,
-    build_config,
     build_manifest,
     build_producer,
     library_versions,
 )
-from qsrt_pack.assemble.shards import file_pieces, write_shards
+from qsrt_pack.calibrate.statistics import LayerRows
+from qsrt_pack.carry import how_carried, package_config, source_format, write_base
 from qsrt_pack.encode.expert import Settings
 from qsrt_pack.encode.viterbi import device_kind
 from qsrt_pack.output import (
@@ -38,6 +37,7 @@ from qsrt_pack.plan import make_plan
 from qsrt_pack.produce import produce_layer
 from qsrt_pack.progress import bar
 from qsrt_pack.ranks import Ranks
+from qsrt_pack.source.census import quantized_carried
 from qsrt_pack.source.checkpoint import (
     Checkpoint,
     check_finite,
@@ -46,7 +46,7 @@ from qsrt_pack.source.checkpoint import (
     open_checkpoint,
     source_stamp,
 )
-from qsrt_pack.source.models import RoutedExperts, carried_tensors, find_experts
+from qsrt_pack.source.models import RoutedExperts, find_experts
 from qsrt_pack.state import (
     State,
     changes,
@@ -84,6 +84,7 @@ class Job:
     """A conversion that has been checked and planned and not begun.
 
     stamp: source_stamp of the checkpoint when its headers were read.
+    carried_as: see carried_tensors.
     complete: out holds a package with these settings already; of this source, as far as known.
     """
 
@@ -92,6 +93,7 @@ class Job:
     out: Path
     settings: Settings
     loader: str
+    carried_as: str
     overwrite: bool
     plan: dict[str, Any]
     stamp: dict[str, tuple[int, ...]]
@@ -106,6 +108,7 @@ def prepare(
     settings: Settings,
     *,
     loader: str = "qsrt",
+    keep_dense_format: bool = False,
     overwrite: bool = False,
     devices: tuple[torch.device, ...] = _CPU,
     statistics: Statistics | None = None,
@@ -113,6 +116,7 @@ def prepare(
     """Check source and output and make the plan. FormatError on any doubt.
 
     Writes nothing, but puts back what a killed run had moved aside.
+    keep_dense_format: carry quantized weights that are no routed expert's as they are stored.
     devices: of the settings' kind; a package does not depend on how many there are.
     statistics: of a calibration of this source, the settings state their digest; here compared
     by config, index and names of shards, by `run` as a whole.
@@ -125,17 +129,28 @@ def prepare(
         raise _changed(checkpoint)
     experts = find_experts(checkpoint)
     config_path = str(checkpoint.path / manifests.CONFIG)
-    manifests.check_config(checkpoint.config, experts.geometry, experts.topk, config_path)
+    counts = (experts.geometry.experts, experts.topk)
+    config = manifests.text_config(checkpoint.config)
+    manifests.check_config(config, experts.true_sizes, *counts, config_path)
+    if loader == "kquant" and experts.true_sizes.is_padded:
+        raise FormatError(
+            f"{config_path}: experts of {experts.true_sizes.hidden} x "
+            f"{experts.true_sizes.intermediate} are stored padded, which the published loader "
+            "does not read; leave out --loader kquant"
+        )
+    carried_as = how_carried(checkpoint, experts, loader) if keep_dense_format else "bf16"
     if statistics is not None:
         statistics.check_source(digest_small_files(checkpoint, statistics.document["source"]))
         _warn_of_missing_parts(statistics, settings)
     check_output(out, checkpoint.path, overwrite=True, resumable=True)
     filled = has_content(out)  # asked first: another process may be about to finish it
-    complete = not overwrite and _is_result(out, checkpoint, settings, loader)
+    complete = not overwrite and _is_result(out, checkpoint, settings, loader, carried_as)
     if filled:
         check_content(out, overwrite or complete)
     finished = experts.layers if complete else _claimed_layers(out, settings)
-    plan = make_plan(checkpoint, experts, out, settings, loader, finished, devices, statistics)
+    plan = make_plan(
+        checkpoint, experts, out, settings, loader, finished, devices, statistics, carried_as
+    )
     left = leftover_bytes(out, layer_files(finished))
     free, need = plan["free_disk_bytes"] + left, plan["bytes_to_write"]
     if free < need and not complete:
@@ -146,6 +161,7 @@ def prepare(
         out,
         settings,
         loader,
+        carried_as,
         overwrite,
         plan,
         stamp,
@@ -217,12 +233,18 @@ def assist(
     if remaining:
         ranks.agree(_facts(settings, digest_files(checkpoint) if ranks.leads_machine else None))
     for layer in remaining:
-        rows = statistics and statistics.layer(layer)
+        rows = _rows(statistics, experts, layer)
         for _ in produce_layer(checkpoint, experts, settings, devices, layer, ranks, rows):
             pass
         if source_stamp(checkpoint) != stamp:
             raise _changed(checkpoint)
     ranks.told(None)  # rank 0 has sealed the package
+
+
+def _rows(statistics: Statistics | None, experts: RoutedExperts, layer: int) -> LayerRows | None:
+    """What calibration knows of a layer; it runs none of next-token prediction."""
+    runs = layer < experts.naming.count
+    return statistics.layer(layer) if statistics is not None and runs else None
 
 
 def _facts(settings: Settings, source: dict[str, str] | None) -> dict[str, Any]:
@@ -244,15 +266,19 @@ def _claimed_layers(out: Path, settings: Settings) -> list[int]:
     return [n for n in state.layers if (new_folder(out) / manifests.layer_file_name(n)).exists()]
 
 
-def _is_result(out: Path, checkpoint: Checkpoint, settings: Settings, loader: str) -> bool:
+def _is_result(
+    out: Path, checkpoint: Checkpoint, settings: Settings, loader: str, carried_as: str
+) -> bool:
     """Whether out is a sealed package with these settings, versions and config."""
     try:
         documents = open_package(out).documents
     except (FormatError, OSError):
         return False
     manifest = documents.manifest
-    return manifest["producer"] == build_producer(settings.fingerprinted()) and (
-        documents.config == build_config(checkpoint.config, manifest, loader)
+    return (
+        manifest["producer"] == build_producer(settings.fingerprinted())
+        and manifest.get("source_format", {}).get("carried_as", "bf16") == carried_as
+        and documents.config == package_config(checkpoint, manifest, loader, carried_as)
     )
 
 
@@ -313,10 +339,12 @@ def _open_state(job: Job, show_progress: bool) -> State:
     if found is not None:
         check_same(found, state, state_file(job.out))
         return found
-    names = job.experts.tensor_names()
-    with bar("scan experts", len(names), "tensors", show_progress) as advance:
-        for name in names:
-            check_finite(job.checkpoint, name)
+    blocks = job.experts.blocks()
+    if job.carried_as == "bf16":
+        blocks += [(name, None) for name in quantized_carried(job.checkpoint, job.experts)]
+    with bar("scan weights", len(blocks), "tensors", show_progress) as advance:
+        for block in blocks:
+            check_finite(job.checkpoint, *block)
             advance(1)
     return state
 
@@ -362,7 +390,7 @@ def _write_layer(
     entries = []
     with LayerWriter(path, geometry, layer, source_sha256, fingerprint) as writer:
         source = (job.checkpoint, job.experts, job.settings, job.devices)
-        rows = job.statistics and job.statistics.layer(layer)
+        rows = _rows(job.statistics, job.experts, layer)
         for expert in produce_layer(*source, layer, ranks, rows):
             entry, stored = expert.entry, (expert.bundles, expert.shared_scales, expert.modes)
             writer.write_bundles(entry["expert"], *stored)
@@ -376,12 +404,20 @@ def _write_layer(
 
 def _report_expert(layer: int, entry: dict[str, Any]) -> None:
     where = f"layer {layer} expert {entry['expert']}"
-    if entry["zero_matrices"]:
-        _log.warning("%s: %s all zero", where, ", ".join(entry["zero_matrices"]))
-    errors = entry["nmse"] if entry["tokens"] is None else {}  # calibrated, they mean little
-    poor = [name for name, error in errors.items() if error > _POOR_NMSE]
-    if poor:
-        _log.warning("%s: %s coded poorly", where, ", ".join(poor))
+    errors = entry["nmse"]
+    zero = [name for name in entry["zero_matrices"] if not errors[name]]
+    lost = [name for name in entry["zero_matrices"] if errors[name]]
+    kept = errors.keys() - entry["zero_matrices"]
+    if entry["tokens"] is not None:  # calibrated, errors of weights mean little
+        kept = set()
+    poor = [name for name in errors if name in kept and errors[name] > _POOR_NMSE]
+    for names, what in (
+        (zero, "all zero"),
+        (lost, "too small for float16 scales, decodes to zeros"),
+        (poor, "coded poorly"),
+    ):
+        if names:
+            _log.warning("%s: %s %s", where, ", ".join(names), what)
     _log.debug("%s: NMSE %s", where, _mean_nmse([entry]))
 
 
@@ -404,39 +440,22 @@ def _mean_nmse(entries: list[dict[str, Any]]) -> str:
 
 def _write_documents(job: Job, folder: Path, source_sha256: str, evidence: Evidence) -> None:
     """Everything but the layers and the seal."""
-    base_sha256 = _write_base(job, folder)
+    base_sha256 = write_base(folder, job.checkpoint, job.experts, job.carried_as)
     manifest = build_manifest(
         job.experts.geometry,
+        job.experts.true_sizes,
         topk=job.experts.topk,
         activation=job.experts.activation,
         encoder_settings=job.settings.fingerprinted(),
         source_sha256=source_sha256,
         base_sha256=base_sha256,
         evidence=evidence,
+        source_format=source_format(job.checkpoint, job.experts, job.carried_as),
+        expert_tensors=job.experts.naming.document(),
     )
-    config = build_config(job.checkpoint.config, manifest, job.loader)
+    config = package_config(job.checkpoint, manifest, job.loader, job.carried_as)
     paths.write_file(folder / manifests.MANIFEST, schema.dump(manifest))
     paths.write_file(folder / manifests.CONFIG, schema.dump(config))
-
-
-def _write_base(job: Job, folder: Path) -> str:
-    """Carry every other tensor and the side files; returns the digest over shards and index."""
-    checkpoint = job.checkpoint
-
-    def payload(name: str) -> Iterable[bytes]:
-        shard, entry = checkpoint.tensors[name]
-        return file_pieces(checkpoint.path / shard, entry.start, entry.end)
-
-    index = write_shards(folder, carried_tensors(checkpoint, job.experts), payload)
-    schema.check(index, "index", manifests.INDEX)
-    paths.write_file(folder / manifests.INDEX, schema.dump(index))
-    for name in checkpoint.carried:
-        source, target = checkpoint.path / name, folder / name
-        paths.make_folder(target.parent)
-        paths.write_pieces(target, file_pieces(source, 0, source.stat().st_size))
-    paths.write_file(folder / ".gitattributes", GIT_ATTRIBUTES)
-    names = sorted({manifests.INDEX, *index["weight_map"].values()})
-    return schema.digest({name: paths.sha256_file(folder / name) for name in names})
 
 
 def describe_worst(evidence: Evidence) -> str:

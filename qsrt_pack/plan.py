@@ -11,6 +11,7 @@ import torch
 from qsrt_pack.encode.expert import Settings, modes_tried, scale_search_weights
 from qsrt_pack.encode.viterbi import search
 from qsrt_pack.guide import row_bytes
+from qsrt_pack.source.census import source_formats
 from qsrt_pack.source.checkpoint import Checkpoint
 from qsrt_pack.source.models import RoutedExperts, carried_tensors
 from qsrt_pack.statistics import Statistics
@@ -19,10 +20,11 @@ from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.format.tensorfile import tensor_bytes
 
 _PROBE_SECONDS = 0.5
-# Peak resident bytes were 520 MB and 27 float32 copies of one matrix, sources included, at
-# 1024 x 512 and at 2048 x 1536; each further rate mode keeps what it decodes to.
+# Peak resident bytes were up to 520 MB and 20 float32 copies of one matrix, sources included, at
+# 1024 x 512 and at 2048 x 1024; each further rate mode keeps what it decodes to.
 _BASE_MEMORY = 520_000_000
-_MATRIX_COPIES = 27
+_MATRIX_COPIES = 20
+_COPIES_TOGETHER = 7  # more where matrices are coded together, under calibration
 _COPIES_PER_MODE = 6
 _PROBE_TILES = {"cpu": 32, "cuda": 2112}
 # Reading, rotating, packing and checking, on two 2.5 GHz cores; on an H200.
@@ -44,13 +46,17 @@ def make_plan(
     finished: Collection[int] = (),
     devices: tuple[torch.device, ...] = (torch.device("cpu"),),
     statistics: Statistics | None = None,
+    carried_as: str = "bf16",
 ) -> dict[str, Any]:
     """The plan document, schema `plan`. Runs a short probe of the search to tell the time.
 
-    finished: layers that a stopped run has left.
+    finished: layers that a stopped run has left.   carried_as: see carried_tensors.
     """
     geometry = experts.geometry
-    base = carried_tensors(checkpoint, experts)
+    base, formats = (
+        carried_tensors(checkpoint, experts, carried_as),
+        source_formats(checkpoint, experts),
+    )
     base_bytes = sum(tensor_bytes(*spec) for spec in base.values())
     side_bytes = sum((checkpoint.path / name).stat().st_size for name in checkpoint.carried)
     layer_bytes = container.layer_file_bytes(geometry)
@@ -61,11 +67,15 @@ def make_plan(
         memory += statistics.layer_bytes() + row_bytes(geometry, statistics.expert_rows())
         slower = _CALIBRATED[settings.device]
     remaining = len(set(experts.layers) - set(finished))
+    weights = experts.true_sizes.weights_per_expert * geometry.experts * len(experts.layers)
     value = {
         "schema": "qsrt_plan_v1",
         "source": str(checkpoint.path),
         "output": str(out),
-        "expert_key": experts.architecture.expert_key,
+        "expert_key": experts.naming.template(),
+        "expert_formats": formats.experts,
+        "carried_formats": formats.carried,
+        "carried_as": carried_as,
         "model_type": experts.model_type,
         "layers": list(experts.layers),
         "finished_layers": sorted(finished),
@@ -75,9 +85,12 @@ def make_plan(
         "intermediate_size": geometry.intermediate,
         "atom_slots": geometry.slots,
         "atoms_per_expert": geometry.atoms_per_expert,
+        "true_hidden_size": experts.true_sizes.hidden,
+        "true_intermediate_size": experts.true_sizes.intermediate,
+        "padding_overhead": geometry.weights_per_expert / experts.true_sizes.weights_per_expert,
         "profile": geometry.profile,
         "activation": experts.activation,
-        "expert_weights": geometry.weights_per_expert * geometry.experts * len(experts.layers),
+        "expert_weights": weights,
         "modes": settings.modes,
         "search": settings.search,
         "hidden_side": settings.hidden_side,
@@ -107,13 +120,20 @@ def describe(plan: dict[str, Any]) -> str:
     layers, calibration = plan["layers"], "no"
     if plan["calibration"] is not None:
         calibration = f"by {plan['calibration']}, {plan['calibration_bytes']:,} bytes"
+    padding = []
+    if plan["padding_overhead"] > 1:
+        size = f"{plan['hidden_size']} x {plan['intermediate_size']}"
+        more = 100 * (plan["padding_overhead"] - 1)
+        padding = [("padded", f"with zeros to {size}: {more:.1f} % more expert bytes")]
     lines = [
         ("model", f"{plan['source']} ({plan['model_type']})"),
+        ("stored in", _describe_formats(plan)),
         ("package", plan["output"]),
         (
             "experts",
             f"{len(layers)} layers ({_ranges(layers)}) x {plan['experts_per_layer']}, "
-            f"{plan['hidden_size']} x {plan['intermediate_size']}, top-{plan['topk']}, "
+            f"{plan['true_hidden_size']} x {plan['true_intermediate_size']}, "
+            f"top-{plan['topk']}, "
             f"{plan['activation']}: {plan['expert_weights']:,} weights",
         ),
         (
@@ -122,6 +142,7 @@ def describe(plan: dict[str, Any]) -> str:
             f"modes {plan['modes']}, {plan['search']} search, seed {plan['seed']}, "
             f"on {', '.join(plan['devices'])}",
         ),
+        *padding,
         ("calibrated", calibration),
         ("bytes in", f"{plan['bytes_in']:,}"),
         (
@@ -140,6 +161,19 @@ def describe(plan: dict[str, Any]) -> str:
     if plan["left_out_files"]:
         lines.append(("not carried", ", ".join(plan["left_out_files"])))
     return "\n".join(f"{name:<12}{value}" for name, value in lines)
+
+
+def _describe_formats(plan: dict[str, Any]) -> str:
+    """`fp8 (experts); 12 other weights in fp8, written as bf16`."""
+    text = f"{', '.join(plan['expert_formats'])} (experts)"
+    if plan["carried_formats"]:
+        how = {
+            "bf16": "written as bf16",
+            "stored": "carried as they are, for a loader that reads them",
+        }
+        count, names = sum(plan["carried_formats"].values()), ", ".join(plan["carried_formats"])
+        text += f"; {count} other weights in {names}, {how[plan['carried_as']]}"
+    return text
 
 
 def probe(method: str, device: torch.device) -> float:
@@ -172,9 +206,12 @@ def layer_seconds(experts: RoutedExperts, settings: Settings, rates: dict[str, f
 def memory_bytes(geometry: Geometry, settings: Settings) -> int:
     """Peak memory while encoding: one expert's weights and one matrix's working copies."""
     more = len(modes_tried(settings, geometry.records)) - 1
+    copies = _MATRIX_COPIES + _COPIES_PER_MODE * more
+    if settings.calibration_sha256 is not None:
+        copies += _COPIES_TOGETHER
     matrix = 4 * geometry.hidden * geometry.intermediate
     search = _SEARCH_BYTES * torch.get_num_threads()
-    return _BASE_MEMORY + search + (_MATRIX_COPIES + _COPIES_PER_MODE * more) * matrix
+    return _BASE_MEMORY + search + copies * matrix
 
 
 def _existing(folder: Path) -> Path:

@@ -13,23 +13,32 @@ from qsrt_pack.assemble.layer import expert_evidence
 from qsrt_pack.calibrate.hessian import layer_moment
 from qsrt_pack.calibrate.statistics import PARTS, LayerRows, most_rows
 from qsrt_pack.encode import lockstep
-from qsrt_pack.encode.expert import EncodedExpert, HiddenSide, Modes, Settings, expert_steps
+from qsrt_pack.encode.expert import (
+    EncodedExpert,
+    HiddenSide,
+    MatrixError,
+    Modes,
+    Settings,
+    expert_steps,
+)
 from qsrt_pack.encode.incoherence import layer_scales
 from qsrt_pack.encode.ordered import one_thread, ordered_mean_square, ordered_sum
+from qsrt_pack.encode.padding import unpad_matrices
 from qsrt_pack.encode.viterbi import search
 from qsrt_pack.guide import ACTIVATIONS, UNGUIDED, Guided, make_guide, row_bytes
 from qsrt_pack.ranks import Ranks
-from qsrt_pack.source.checkpoint import Checkpoint, read_tensor
-from qsrt_pack.source.dtypes import to_float32
+from qsrt_pack.source.checkpoint import Checkpoint, read_weight
 from qsrt_pack.source.models import RoutedExperts
 from qsrt_pack.workers import THREADS, in_order
 from qsrt_runtime.format import atom, decode
 from qsrt_runtime.format.errors import FormatError
+from qsrt_runtime.format.geometry import TrueSizes
 
 _BATCH_WEIGHTS = 1 << 25  # encoded together on a GPU, so that small experts fill it
 _BATCH_ROW_BYTES = 1 << 32  # of what calibration takes of the experts of a batch
 _BYTES_PER_WEIGHT = 80  # of GPU memory at the peak, all rate modes tried
 _ALIKE = 8  # binary orders of magnitude from the layer's median within which experts share
+_PAIRED = 4  # the same between gate and up, which share too; their scales are float16
 
 
 @dataclass(frozen=True)
@@ -115,8 +124,10 @@ def _weights(
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
     """The three matrices of an expert, float32 on a device."""
-    names = {m: experts.tensor_name(layer, expert, m) for m in atom.MATRICES}
-    return {m: to_float32(read_tensor(checkpoint, name).to(device)) for m, name in names.items()}
+    places = {m: experts.weight(layer, expert, m) for m in atom.MATRICES}
+    blocks = {place.block for place in places.values()}
+    found = {block: read_weight(checkpoint, *block, device) for block in blocks}
+    return {m: place.of(found[place.block]).contiguous() for m, place in places.items()}
 
 
 def _measure(
@@ -137,8 +148,13 @@ def _measure(
 
 
 def _hidden_sides(sizes: list[_Sizes]) -> dict[int, HiddenSide]:
-    """What the experts share, by expert; one far larger or smaller than most keeps its own."""
+    """What the experts share, by expert; one far larger or smaller than most keeps its own.
+
+    So do all where gate is far larger or smaller than up.
+    """
     middle = [_median([size.means[matrix] for size in sizes]) for matrix in range(3)]
+    if abs(math.log2(middle[0] / middle[1])) > 2 * _PAIRED:
+        return {}
     alike = {
         expert
         for expert, size in enumerate(sizes)
@@ -184,14 +200,19 @@ def _produce(
             modes = {e: (found.coded.mode13, found.coded.mode2) for e, found in encoded.items()}
             guides = _guides(experts, rows, layer, weights, held_out=False)
             encoded = encode(guides, modes)
-        return [_packed(e, found, guides[e]) for e, found in encoded.items()]
+        hidden = experts.true_sizes.hidden
+        return [_packed(e, found, guides[e], hidden) for e, found in encoded.items()]
     except torch.OutOfMemoryError as error:
         raise FormatError(
             f"{where}: {device} has too little memory; give another with --devices"
         ) from error
+    except MatrixError as error:
+        weight = experts.weight(layer, error.expert, error.matrix)
+        name = weight.tensor if weight.index is None else f"{weight.tensor}[{weight.index}]"
+        shard = checkpoint.path_of(checkpoint.weights[weight.tensor])
+        raise FormatError(f"{shard}: tensor {name}: {error.reason}") from error
     except ValueError as error:
-        named = str(error).startswith("layer ")
-        raise FormatError(str(error) if named else f"{where}: {error}") from error
+        raise FormatError(f"{where}: {error}") from error
 
 
 def _guides(
@@ -241,9 +262,11 @@ def _encode(
     return dict(zip(weights, found, strict=True))
 
 
-def _packed(expert: int, encoded: EncodedExpert, guided: Guided) -> PackedExpert:
+def _packed(expert: int, encoded: EncodedExpert, guided: Guided, hidden: int) -> PackedExpert:
+    """hidden: the model's own size. Padded intermediate channels add nothing to an output."""
     coded = encoded.coded
     decoded = decode.dense_expert(coded) if guided.guide is not None else {}
+    decoded = unpad_matrices(decoded, TrueSizes(hidden, len(coded.w1.svh)))
     groups = encoded.low_to_high_groups.cpu()
     return PackedExpert(
         expert_evidence(

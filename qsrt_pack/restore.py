@@ -1,15 +1,21 @@
 """Decode a package back into dense weights in the source's names and channel order."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from qsrt_pack.assemble.shards import Spec, file_pieces, write_shards
+from qsrt_pack.encode.padding import unpad_matrices
 from qsrt_pack.output import check_output, replacing
 from qsrt_pack.progress import bar
-from qsrt_pack.source.models import ARCHITECTURES, MATRICES, check_package_config
+from qsrt_pack.source import quantization
+from qsrt_pack.source.formats import read_weight
+from qsrt_pack.source.models import RoutedExperts, packed_experts
+from qsrt_pack.source.naming import ExpertWeight
+from qsrt_pack.source.quantization import Quantization
+from qsrt_pack.source.weights import find_weights
 from qsrt_runtime.format import decode, paths, schema
 from qsrt_runtime.format import manifest as manifests
 from qsrt_runtime.format.container import Layer
@@ -25,7 +31,7 @@ from qsrt_runtime.format.package import (
 )
 from qsrt_runtime.format.rates import stored_channels
 from qsrt_runtime.format.slab import unpack_expert
-from qsrt_runtime.format.tensorfile import TensorEntry, read_header, tensor_data
+from qsrt_runtime.format.tensorfile import TensorEntry, read_header, read_tensor, tensor_data
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
@@ -33,8 +39,8 @@ DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 class DensePackage:
     """The dense tensors that an opened package decodes to.
 
-    base: carried tensors by name, with the shard and place of their bytes.
-    experts: name of an expert's tensor -> (layer, expert, matrix).
+    tensors: what the carried shards hold.   base: what that decodes to, by name.
+    experts: shape of every tensor of experts by name, in the source's own layout.
     Keeps the layer and the expert read last, so that reading in order decodes each once.
     """
 
@@ -46,20 +52,48 @@ class DensePackage:
             raise FormatError(
                 f"{path} was made elsewhere; its evidence does not keep the source's channel order"
             )
-        self.base: dict[str, tuple[Path, TensorEntry]] = {}
+        self.tensors: dict[str, tuple[str, TensorEntry]] = {}
         for shard in sorted(set(self.package.documents.index["weight_map"].values())):
             verify_file(self.package, shard)
             for name, entry in read_header(path / shard).tensors.items():
-                self.base[name] = (path / shard, entry)
-        check_package_config(self.package.documents, str(path / manifests.CONFIG))
+                self.tensors[name] = (shard, entry)
+        self.base = find_weights(path, self.tensors, _kept_quantization(self.package))
+        routed = packed_experts(self.package.documents, str(path / manifests.CONFIG))
         _check_one_activation(self.package)
-        self.experts = _expert_names(self.package)
+        self.naming = routed.naming
+        self.experts = routed.stored()
+        self._blocks = _blocks(routed)
         self._layer: tuple[int, Layer, dict[str, Any]] | None = None
         self._expert: tuple[int, int, dict[str, torch.Tensor]] | None = None
 
+    def base_weight(self, name: str) -> torch.Tensor:
+        """One carried tensor, as stored or decoded to float32."""
+        weight = self.base[name]
+        if weight.is_plain:
+            shard, entry = self.tensors[name]
+            return read_tensor(self.package.path / shard, entry)
+        return read_weight(self.package.path, self.tensors, weight)
+
+    @property
+    def block_count(self) -> int:
+        """How many experts' parts there are in all tensors."""
+        return sum(map(len, self._blocks.values()))
+
     def expert_weight(self, name: str) -> torch.Tensor:
-        """One expert's decoded tensor [out, in] float32 in the source's channel order."""
-        number, expert, matrix = self.experts[name]
+        """A decoded tensor of experts, float32, of the source's shape and channel order."""
+        return torch.stack([*self.expert_blocks(name)]).view(self.experts[name])
+
+    def expert_blocks(self, name: str) -> Iterator[torch.Tensor]:
+        """The same by the leading axis of a stack, or the tensor whole where it is none."""
+        for (number, expert), parts in self._blocks[name].items():
+            shape = self.experts[name][-2:]
+            block = torch.full(shape, torch.nan)
+            for matrix, place in parts.items():
+                place.of(block).copy_(self._weight(number, expert, matrix))
+            yield block
+
+    def _weight(self, number: int, expert: int, matrix: str) -> torch.Tensor:
+        """One expert's decoded matrix [out, in] float32 in the source's channel order."""
         if self._expert is None or self._expert[:2] != (number, expert):
             layer, evidence = self._read_layer(number)
             order = manifests.low_to_high(
@@ -68,7 +102,8 @@ class DensePackage:
                 f"{self.package.evidence_name(number)}: expert {expert}",
             )
             weights = decode.dense_expert(unpack_expert(layer, expert))
-            self._expert = (number, expert, source_order(weights, order))
+            found = unpad_matrices(source_order(weights, order), self.package.true_sizes)
+            self._expert = (number, expert, found)
         return self._expert[2][matrix]
 
     def _read_layer(self, number: int) -> tuple[Layer, dict[str, Any]]:
@@ -89,7 +124,8 @@ def decode_package(
     """Write a dense checkpoint that transformers loads.
 
     dtype: of the expert weights, a key of DTYPES, and then also config.json's, by default the one
-    that config.json states; other tensors and files are copied as they are.
+    that config.json states; other tensors and files are copied as they are, but for quantized
+    ones of a package that keeps their format, which become bfloat16.
     """
     dense = DensePackage(path)
     check_output(out, path, overwrite)
@@ -102,18 +138,26 @@ def decode_package(
         config["dtype"] = dtype
     with (
         replacing(out, overwrite=overwrite) as folder,
-        bar("decode", len(dense.experts), "tensors", show_progress) as advance,
+        bar("decode", dense.block_count, "tensors", show_progress) as advance,
     ):
 
         def payload(name: str) -> Iterable[bytes]:
             if name in dense.base:
-                shard, entry = dense.base[name]
-                return file_pieces(shard, entry.start, entry.end)
-            advance(1)
-            weight = dense.expert_weight(name).to(getattr(torch, kind))
-            if not torch.isfinite(weight).all():
-                raise FormatError(f"{path}: {name} does not fit into {kind}; give another --dtype")
-            return [tensor_data(weight)]
+                if not dense.base[name].is_plain:
+                    return [tensor_data(dense.base_weight(name).to(torch.bfloat16))]
+                shard, entry = dense.tensors[name]
+                return file_pieces(path / shard, entry.start, entry.end)
+            return decoded(name)
+
+        def decoded(name: str) -> Iterator[bytes]:
+            for block in dense.expert_blocks(name):
+                weight = block.to(getattr(torch, kind))
+                if not torch.isfinite(weight).all():
+                    raise FormatError(
+                        f"{path}: {name} does not fit into {kind}; give another --dtype"
+                    )
+                yield tensor_data(weight)
+                advance(1)
 
         index = write_shards(folder, _specs(dense, DTYPES[kind]), payload)
         paths.write_file(folder / manifests.INDEX, schema.dump(index))
@@ -125,6 +169,13 @@ def dense_config(package: Package) -> dict[str, Any]:
     """config.json without what packing added to it."""
     added = ("quantization_config", manifests.TRANSFORMERS_WEIGHTS)
     return {key: value for key, value in package.documents.config.items() if key not in added}
+
+
+def _kept_quantization(package: Package) -> Quantization:
+    """What the source said of the carried tensors, where they are as they were."""
+    kept = package.documents.quantization.get(manifests.DENSE_QUANTIZATION)
+    config = {} if kept is None else {quantization.KEY: kept}
+    return quantization.read_quantization(config, str(package.path / manifests.CONFIG))
 
 
 def source_order(
@@ -141,7 +192,7 @@ def source_order(
 
 def _check_one_activation(package: Package) -> None:
     """A dense checkpoint has one activation for all experts; refuse what it cannot say."""
-    hidden_act = package.documents.config["hidden_act"]
+    hidden_act = manifests.text_config(package.documents.config).get("hidden_act", "silu")
     for layer in package.layers:
         found = manifests.activations(package.documents.manifest, hidden_act, layer)
         for expert, activation in enumerate(found):
@@ -152,28 +203,19 @@ def _check_one_activation(package: Package) -> None:
                 )
 
 
-def _expert_names(package: Package) -> dict[str, tuple[int, int, str]]:
-    architecture = ARCHITECTURES[package.documents.config["model_type"]]
-    return {
-        architecture.expert_key.format(layer=layer, expert=expert, part=part): (
-            layer,
-            expert,
-            matrix,
-        )
-        for layer in package.layers
-        for expert in range(package.geometry.experts)
-        for matrix, part in zip(MATRICES, architecture.parts, strict=True)
-    }
+def _blocks(experts: RoutedExperts) -> dict[str, dict[tuple[int, int], dict[str, ExpertWeight]]]:
+    """Of every tensor of experts: layer and expert of each of its blocks, and what matrices."""
+    tensors: dict[str, dict[tuple[int, int], dict[str, ExpertWeight]]] = {}
+    for layer, expert, matrix, weight in experts.weights():
+        blocks = tensors.setdefault(weight.tensor, {})
+        blocks.setdefault((layer, expert), {})[matrix] = weight
+    return tensors
 
 
 def _specs(dense: DensePackage, kind: str) -> dict[str, Spec]:
     """dtype and shape of every tensor of the dense checkpoint."""
-    hidden, intermediate = dense.package.geometry.hidden, dense.package.geometry.intermediate
-    specs = {name: (entry.dtype, entry.shape) for name, (_, entry) in dense.base.items()}
-    for name, (_, _, matrix) in dense.experts.items():
-        shape = (hidden, intermediate) if matrix == "w2" else (intermediate, hidden)
-        specs[name] = (kind, shape)
-    return specs
+    base = {name: weight.written for name, weight in dense.base.items()}
+    return base | {name: (kind, shape) for name, shape in dense.experts.items()}
 
 
 def _copy_side_files(package: Package, folder: Path) -> None:

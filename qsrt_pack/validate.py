@@ -6,7 +6,7 @@ from typing import Any
 
 from qsrt_pack.encode.ordered import root_mean_square
 from qsrt_pack.progress import bar
-from qsrt_pack.source.models import check_package_config
+from qsrt_pack.source.models import packed_experts
 from qsrt_runtime.format import decode, schema
 from qsrt_runtime.format import manifest as manifests
 from qsrt_runtime.format.container import Layer
@@ -37,7 +37,7 @@ def validate(path: Path, *, deep: bool = False, show_progress: bool = True) -> d
             verify_file(package, name, advance)
     check_base(package)
     if package.documents.is_ours:
-        check_package_config(package.documents, str(path / manifests.CONFIG))
+        packed_experts(package.documents, str(path / manifests.CONFIG))
     geometry = package.geometry
     with bar("layers", len(package.layers) * geometry.experts, "experts", show_progress) as advance:
         for number in package.layers:
@@ -55,7 +55,7 @@ def validate(path: Path, *, deep: bool = False, show_progress: bool = True) -> d
         "bytes": sum(sizes.values()),
         "layers": len(package.layers),
         "experts": experts,
-        "expert_weights": experts * geometry.weights_per_expert,
+        "expert_weights": experts * package.true_sizes.weights_per_expert,
         "bits_per_expert_weight": bits_per_expert_weight(package),
     }
     schema.check(report, "report", "report")
@@ -63,9 +63,9 @@ def validate(path: Path, *, deep: bool = False, show_progress: bool = True) -> d
 
 
 def bits_per_expert_weight(package: Package) -> float:
-    """Bits of the layer files, scales, padding and headers included, for each expert weight."""
+    """Bits of the layer files, scales, padding and headers included, for each source weight."""
     entries = package.documents.manifest["layers"].values()
-    weights = package.geometry.weights_per_expert * package.geometry.experts * len(entries)
+    weights = package.true_sizes.weights_per_expert * package.geometry.experts * len(entries)
     return 8 * sum(entry["bytes"] for entry in entries) / weights
 
 

@@ -19,6 +19,18 @@ def check_types(**arguments: object) -> None:
             raise TypeError(f"{name} is a {type(value).__name__}, expected a torch tensor")
 
 
+def padded_rows(x: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
+    """Rows of the layer's width with zeros for its padding: [T, width] -> [T, H].
+
+    Raises ValueError for another width.
+    """
+    if not layer.hidden_padding:
+        return x  # whose width is checked with the other arguments
+    if x.ndim != 2 or x.shape[1] != layer.width:
+        raise ValueError(f"x has shape {list(x.shape)}, expected [T, {layer.width}]")
+    return torch.nn.functional.pad(x, (0, layer.hidden_padding))
+
+
 def check_arguments(
     x: torch.Tensor,
     layer: LayerWeights,
@@ -28,6 +40,7 @@ def check_arguments(
 ) -> None:
     """Refuse shapes, dtypes, devices and a layer that do not fit; looks at no value.
 
+    x: [T, H], padding included, see padded_rows.
     Raises TypeError for dtypes, ValueError for the rest; the argument is named.
     """
     tensors = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights}

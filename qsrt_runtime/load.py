@@ -19,6 +19,7 @@ from qsrt_runtime.format.geometry import (
     ROTATION_MULTIPLIER,
     SLOTS_PER_PAIR,
     Geometry,
+    TrueSizes,
     align,
     extent,
 )
@@ -42,7 +43,8 @@ class LoadedPackage:
     """A package in memory, or a rank's share of it.
 
     path: its folder.   config: the model's config.json.   geometry: sizes of every layer's
-    experts, whole.   topk: experts a token goes to.   layers: by layer index of the checkpoint.
+    experts as stored, whole.   true_sizes: as the model has them; rows are of that hidden size.
+    topk: experts a token goes to.   layers: by layer index of the checkpoint.
     expert_map: [E] int32 on the device, what moe_forward takes where not all experts are loaded:
     the layers' own id of each, -1 for one that is not there; None where all are.
     seal_sha256: the digest that binds every byte of the package.
@@ -53,6 +55,7 @@ class LoadedPackage:
     path: Path
     config: dict[str, Any]
     geometry: Geometry
+    true_sizes: TrueSizes
     topk: int
     layers: dict[int, LayerWeights]
     expert_map: torch.Tensor | None
@@ -108,6 +111,7 @@ def load_package(
         path=package.path,
         config=package.documents.config,
         geometry=package.geometry,
+        true_sizes=package.true_sizes,
         topk=package.documents.manifest["geometry"]["topk"],
         layers=loaded,
         expert_map=expert_map(package.geometry, experts, target),
@@ -194,12 +198,13 @@ def load_layer(
         shared_scales=scales.view(torch.float16).view(3, rows, whole.hidden),
         atoms=atoms,
         activations=_activations(package, layer, experts).to(staging.device),
+        hidden_padding=whole.hidden - package.true_sizes.hidden,
     )
 
 
 def _activations(package: Package, layer: int, experts: range) -> torch.Tensor:
     """[len(experts)] uint8, each one's place in ACTIVATIONS, on the CPU."""
-    hidden_act = package.documents.config.get("hidden_act")
+    hidden_act = manifests.text_config(package.documents.config).get("hidden_act")
     names = manifests.activations(package.documents.manifest, hidden_act, layer)
     places = [manifests.ACTIVATIONS.index(names[expert]) for expert in experts]
     return torch.tensor(places, dtype=torch.uint8, device="cpu")

@@ -2,7 +2,7 @@
 
 import torch
 
-from qsrt_runtime.arguments import check_arguments, check_types
+from qsrt_runtime.arguments import check_arguments, check_types, padded_rows
 from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.moe_reference import moe_forward_reference
 from qsrt_runtime.weights import LayerWeights, Traits
@@ -17,13 +17,14 @@ def moe_forward(
     expert_map: torch.Tensor | None = None,
     weight_on_input: bool = False,
 ) -> torch.Tensor:
-    """The routed experts' output [T, H]; arguments, result and errors as moe_forward_reference.
+    """The routed experts' output; arguments, result and errors as moe_forward_reference.
 
-    Calls the operator `qsrt::moe_forward`, which torch.compile and graphs see as one node. On
-    CUDA, float16 and bfloat16 go through moe_decode, 16 tokens at a time; everything else runs
-    the reference. There an id that names no expert takes part in nothing, and nothing is waited
-    for. It has no backward: a result that is asked for a gradient raises RuntimeError, and so does
-    torch.compile where x wants one.
+    Calls the operator `qsrt::moe_forward`, which torch.compile and graphs see as one node. It
+    runs on the stored hidden size: where that is padded, rows get zeros here, and results lose
+    them. On CUDA, float16 and bfloat16 go through moe_decode, 16 tokens at a time; everything else
+    runs the reference. There an id that names no expert takes part in nothing, and nothing is
+    waited for. It has no backward: a result that is asked for a gradient raises RuntimeError, and
+    so does torch.compile where x wants one.
     """
     if not isinstance(layer, LayerWeights):
         raise TypeError(
@@ -32,8 +33,8 @@ def moe_forward(
         )
     given = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights}
     check_types(**given, **({} if expert_map is None else {"expert_map": expert_map}))
-    return torch.ops.qsrt.moe_forward(
-        x,
+    out = torch.ops.qsrt.moe_forward(
+        padded_rows(x, layer),
         topk_ids,
         topk_weights,
         expert_map,
@@ -48,6 +49,7 @@ def moe_forward(
         layer.traits.uniform,
         weight_on_input,
     )
+    return out[:, : layer.width].contiguous() if layer.hidden_padding else out
 
 
 @torch.library.custom_op("qsrt::moe_forward", mutates_args=())

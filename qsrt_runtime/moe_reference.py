@@ -6,7 +6,7 @@ is built: each record's tiles are decoded, used and dropped.
 
 import torch
 
-from qsrt_runtime.arguments import check_arguments, check_ids
+from qsrt_runtime.arguments import check_arguments, check_ids, check_types, padded_rows
 from qsrt_runtime.format.atom import Expert, Matrix
 from qsrt_runtime.format.decode import record_tiles
 from qsrt_runtime.format.geometry import RECORD
@@ -28,17 +28,20 @@ def moe_forward_reference(
 ) -> torch.Tensor:
     """The routed experts' output, each row's contributions summed in float32.
 
-    x: [T, H] float32, float16 or bfloat16.   topk_ids: [T, k] int32 or int64, expert ids; -1
-    takes part in nothing.   topk_weights: [T, k] floating.
+    x: [T, width] float32, float16 or bfloat16, see LayerWeights.
+    topk_ids: [T, k] int32 or int64, expert ids; -1 takes part in nothing.
+    topk_weights: [T, k] floating.
     expert_map: [n] int32 or int64; topk_ids are then places in it, and what stands there is the
     layer's expert, or -1 for one that is owned elsewhere.
     weight_on_input: a route's weight multiplies its row before the first product instead of its
     result after the last, for any k.
-    Returns [T, H] in x's dtype, without a gradient: the whole sum, or the share of the layer's
+    Returns [T, width] in x's dtype, without a gradient: the whole sum, or the share of the layer's
     pairs in it when the layer holds only some.
     Raises ValueError for shapes, devices or ids that do not fit, TypeError for dtypes,
     FormatError for an expert that this version does not run (X4T).
     """
+    check_types(x=x)
+    x = padded_rows(x, layer)
     check_arguments(x, layer, topk_ids, topk_weights, expert_map)
     experts = layer.geometry.experts
     check_ids(topk_ids, experts if expert_map is None else len(expert_map), "topk_ids")
@@ -46,7 +49,8 @@ def moe_forward_reference(
         check_ids(expert_map, experts, "expert_map")
         topk_ids = torch.cat([expert_map, expert_map.new_tensor([-1])])[topk_ids]  # the last for -1
     with torch.autocast(x.device.type, enabled=False):
-        return _forward(x, layer, topk_ids, topk_weights, weight_on_input)
+        out = _forward(x, layer, topk_ids, topk_weights, weight_on_input)
+    return out[:, : layer.width].contiguous() if layer.hidden_padding else out
 
 
 def _forward(

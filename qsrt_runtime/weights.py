@@ -31,10 +31,18 @@ class LayerWeights(Slab):
     a layer of its own, l + 5 f, whose experts stand where these do (Geometry.pair_shift).
     activations: [E] uint8, the place of each expert's activation in format.manifest.ACTIVATIONS.
     traits: see traits_of; the default holds for every layer.
+    hidden_padding: how many of the geometry's hidden channels the model does not have; their
+    scales are 0, and they follow the others.
     """
 
     activations: torch.Tensor
     traits: Traits = Traits()
+    hidden_padding: int = 0
+
+    @property
+    def width(self) -> int:
+        """Channels of a token's row, in and out."""
+        return self.geometry.hidden - self.hidden_padding
 
 
 def traits_of(shared_scales: torch.Tensor, format_codes: torch.Tensor) -> Traits:

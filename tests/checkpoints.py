@@ -1,15 +1,21 @@
 """Tiny checkpoints in Hub layout, made from a random generator."""
 
 import json
+import string
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 HIDDEN, INTERMEDIATE, LAYERS, EXPERTS, TOPK, VOCABULARY = 128, 256, 2, 4, 2, 64
 INDEX = "model.safetensors.index.json"
+ALPHABET = string.ascii_letters + string.digits + " ."
 PARTS = ("gate_proj", "up_proj", "down_proj")
+# How expert_key names them, for a manifest.
+NAMED = {"layout": "each", "prefix": "model.", "mtp_layout": None}
 
 
 def expert_key(layer: int, expert: int, part: str) -> str:
@@ -47,7 +53,12 @@ def config(**changes: object) -> dict:
 
 
 def tensors(
-    *, layers: int = LAYERS, experts: int = EXPERTS, seed: int = 0
+    *,
+    layers: int = LAYERS,
+    experts: int = EXPERTS,
+    hidden: int = HIDDEN,
+    intermediate: int = INTERMEDIATE,
+    seed: int = 0,
 ) -> dict[str, torch.Tensor]:
     """All tensors of such a model, bfloat16, small normal values."""
     generator = torch.Generator().manual_seed(seed)
@@ -56,30 +67,30 @@ def tensors(
         return (0.05 * torch.randn(*shape, generator=generator)).to(torch.bfloat16)
 
     value = {
-        "model.embed_tokens.weight": draw(VOCABULARY, HIDDEN),
-        "model.norm.weight": torch.ones(HIDDEN, dtype=torch.bfloat16),
-        "lm_head.weight": draw(VOCABULARY, HIDDEN),
+        "model.embed_tokens.weight": draw(VOCABULARY, hidden),
+        "model.norm.weight": torch.ones(hidden, dtype=torch.bfloat16),
+        "lm_head.weight": draw(VOCABULARY, hidden),
     }
     for layer in range(layers):
         prefix = f"model.layers.{layer}"
         for name, shape in (
-            ("self_attn.q_proj", (128, HIDDEN)),
-            ("self_attn.k_proj", (64, HIDDEN)),
-            ("self_attn.v_proj", (64, HIDDEN)),
-            ("self_attn.o_proj", (HIDDEN, 128)),
-            ("mlp.gate", (experts, HIDDEN)),
+            ("self_attn.q_proj", (128, hidden)),
+            ("self_attn.k_proj", (64, hidden)),
+            ("self_attn.v_proj", (64, hidden)),
+            ("self_attn.o_proj", (hidden, 128)),
+            ("mlp.gate", (experts, hidden)),
         ):
             value[f"{prefix}.{name}.weight"] = draw(*shape)
         for name, size in (
             ("self_attn.q_norm", 32),
             ("self_attn.k_norm", 32),
-            ("input_layernorm", HIDDEN),
-            ("post_attention_layernorm", HIDDEN),
+            ("input_layernorm", hidden),
+            ("post_attention_layernorm", hidden),
         ):
             value[f"{prefix}.{name}.weight"] = torch.ones(size, dtype=torch.bfloat16)
         for expert in range(experts):
             for part in PARTS:
-                shape = (HIDDEN, INTERMEDIATE) if part == "down_proj" else (INTERMEDIATE, HIDDEN)
+                shape = (hidden, intermediate) if part == "down_proj" else (intermediate, hidden)
                 value[expert_key(layer, expert, part)] = draw(*shape)
     return value
 
@@ -111,6 +122,14 @@ def write_checkpoint(
     (path / "config.json").write_text(json.dumps(config_value or config()))
     (path / "generation_config.json").write_text('{"eos_token_id": 0}\n')
     return path
+
+
+def write_tokenizer(folder: Path) -> None:
+    """One token for each character of the alphabet."""
+    vocabulary = {character: number for number, character in enumerate(ALPHABET)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="."))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
 def write_mixtral(path: Path) -> Path:

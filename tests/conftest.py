@@ -1,8 +1,10 @@
 """Fixtures shared by all tests. Everything runs without a GPU and without the network."""
 
 import json
+import logging
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import checkpoints
@@ -26,6 +28,16 @@ FULL_GOLDEN = SHARED / "golden"  # a larger set, used where it is there
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Stamps of verified packages lie in a folder of this run, and not in the user's cache."""
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(autouse=True)
+def _own_log_levels() -> Iterator[None]:
+    """The command line sets levels for the whole process."""
+    loggers = [logging.getLogger(name) for name in ("qsrt_pack", "qsrt_runtime")]
+    before = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, before, strict=True):
+        logger.setLevel(level)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,6 +10,26 @@ from safetensors.torch import load_file
 from qsrt_runtime import load_package, moe_forward_reference
 
 
+def experts_forward(
+    weights: dict[str, torch.Tensor],
+    layer: int,
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    gates: torch.Tensor,
+) -> torch.Tensor:
+    """A layer's routed experts on rows x [T, H], from dense matrices by the checkpoint's names."""
+    expected = torch.zeros_like(x)
+    for row in range(len(x)):
+        for choice in range(ids.shape[1]):
+            w1, w3, w2 = (
+                weights[checkpoints.expert_key(layer, int(ids[row, choice]), part)].float()
+                for part in checkpoints.PARTS
+            )
+            middle = torch.nn.functional.silu(w1 @ x[row]) * (w3 @ x[row])
+            expected[row] += gates[row, choice] * (w2 @ middle)
+    return expected
+
+
 def test_packed_experts_compute_what_the_source_computes(
     clean_checkpoint: Path, clean_package: Path
 ) -> None:
@@ -22,15 +42,7 @@ def test_packed_experts_compute_what_the_source_computes(
     ids = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(7)])
     weights = torch.rand(7, 2, generator=generator)
     for layer in range(checkpoints.LAYERS):
-        expected = torch.zeros_like(x)
-        for row in range(7):
-            for choice in range(2):
-                w1, w3, w2 = (
-                    source[checkpoints.expert_key(layer, int(ids[row, choice]), part)].float()
-                    for part in ("gate_proj", "up_proj", "down_proj")
-                )
-                middle = torch.nn.functional.silu(w1 @ x[row]) * (w3 @ x[row])
-                expected[row] += weights[row, choice] * (w2 @ middle)
+        expected = experts_forward(source, layer, x, ids, weights)
         found = moe_forward_reference(x, package.layers[layer], ids, weights)
         # Three matrices with about 2% of squared error each: 0.25 of the norm is well above.
         error = float((found - expected).norm() / expected.norm())

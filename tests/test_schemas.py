@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from jsonschema import Draft202012Validator
 
+from qsrt_pack.source import models
+from qsrt_pack.source.architectures import ARCHITECTURES
 from qsrt_runtime.format import codebook, container, geometry, manifest
 
 SCHEMAS = Path(__file__).parents[1] / "schemas"
@@ -72,6 +74,11 @@ def test_manifest_schema_states_the_constants_of_the_code() -> None:
     fields = _load("manifest.schema.json")["properties"]
     assert fields["storage_schema"] == {"const": container.FRUIT}
     assert fields["producer"]["properties"]["name"] == {"const": manifest.PRODUCER}
+    named = fields["expert_tensors"]["properties"]
+    assert named["prefix"]["enum"] == [*models.PREFIXES]
+    layouts = {layout.name for each in ARCHITECTURES.values() for layout in each.layouts}
+    assert set(named["layout"]["enum"]) == layouts
+    assert set(named["mtp_layout"]["enum"]) == {None, *layouts}
     parameters = fields["activation_parameters"]["properties"]
     assert parameters["situ_beta"] == {"const": manifest.SITU_BETA}
     assert parameters["situ_linear_beta"] == {"const": manifest.SITU_LINEAR_BETA}
@@ -88,3 +95,12 @@ def test_profile_fruit_is_16_slots_and_96_atoms_and_kimi_96_slots() -> None:
 def test_reports_state_the_settings_of_the_manifest() -> None:
     settings = _load("manifest.schema.json")["$defs"]["settings"]
     assert _load("report.schema.json")["$defs"]["settings"] == settings
+
+
+def test_the_formats_of_a_source_are_those_that_are_read() -> None:
+    fields = _load("manifest.schema.json")["properties"]["source_format"]["properties"]
+    for key in ("experts", "carried"):
+        assert set(fields[key]["items"]["enum"]) == set(models.READABLE)
+    fields = _load("plan.schema.json")["properties"]
+    for key in ("expert_formats", "carried_formats"):
+        assert set(fields[key]["propertyNames"]["enum"]) == set(models.READABLE)

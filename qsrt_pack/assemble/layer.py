@@ -26,7 +26,8 @@ def expert_evidence(
     nmse, rms: of w1, w3 and w2.   functional_nmse: of the expert's outputs on rows of the text.
     tokens: rows that calibration routed to it.   fallback: what stood in for rows it lacks.
     """
-    scales = {"w1": coded.w1.svh, "w3": coded.w3.svh, "w2": coded.w2.svh}
+    matrices = {"w1": coded.w1, "w3": coded.w3, "w2": coded.w2}
+    zeros = {name for name, m in matrices.items() if not (m.suh.any() and m.svh.any())}
     return {
         "expert": expert,
         "mode13": f"R{coded.mode13}",
@@ -36,7 +37,7 @@ def expert_evidence(
         "functional_nmse": functional_nmse,
         "tokens": tokens,
         "fallback": fallback,
-        "zero_matrices": sorted(name for name, svh in scales.items() if not svh.any()),
+        "zero_matrices": sorted(zeros),
         "low_to_high": manifests.encode_low_to_high(low_to_high_groups),
     }
 

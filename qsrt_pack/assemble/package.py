@@ -8,7 +8,7 @@ import torch
 import qsrt_runtime
 from qsrt_runtime.format import codebook, container, schema
 from qsrt_runtime.format import manifest as manifests
-from qsrt_runtime.format.geometry import Geometry
+from qsrt_runtime.format.geometry import Geometry, TrueSizes
 
 GIT_ATTRIBUTES = b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"
 
@@ -24,6 +24,7 @@ def library_versions() -> dict[str, str | None]:
 
 def build_manifest(
     geometry: Geometry,
+    true_sizes: TrueSizes,
     *,
     topk: int,
     activation: str,
@@ -31,11 +32,15 @@ def build_manifest(
     source_sha256: str,
     base_sha256: str,
     evidence: dict[int, dict[str, Any]],
+    expert_tensors: dict[str, str | None],
+    source_format: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """qsrt-manifest.json. evidence: the evidence document of each layer.
 
     encoder_settings: every setting that can change a byte of a layer file.
     base_sha256: the digest over the base shards and the index that were written.
+    source_format: of a quantized source, the manifest's field of that name.
+    expert_tensors: how the source names its experts.
     """
     value = {
         "schema": "kquant_qsrt_model_manifest_v1",
@@ -49,7 +54,8 @@ def build_manifest(
         "producer": build_producer(encoder_settings),
         "source": {"source_kind": manifests.SOURCE_KIND, "source_sha256": source_sha256},
         "base_model": {"manifest_sha256": base_sha256},
-        "geometry": {"layers": sorted(evidence), "topk": topk, **_sizes(geometry)},
+        "geometry": {"layers": sorted(evidence), "topk": topk, **_sizes(geometry, true_sizes)},
+        "expert_tensors": expert_tensors,
         "activation_parameters": {
             "situ_beta": manifests.SITU_BETA,
             "situ_linear_beta": manifests.SITU_LINEAR_BETA,
@@ -66,6 +72,8 @@ def build_manifest(
             for layer, document in evidence.items()
         },
     }
+    if source_format is not None:
+        value["source_format"] = source_format
     schema.check(value, "manifest", manifests.MANIFEST)
     return value
 
@@ -82,8 +90,8 @@ def build_producer(encoder_settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _sizes(geometry: Geometry) -> dict[str, Any]:
-    return {
+def _sizes(geometry: Geometry, true_sizes: TrueSizes) -> dict[str, Any]:
+    sizes = {
         "experts_per_layer": geometry.experts,
         "hidden_size": geometry.hidden,
         "intermediate_size": geometry.intermediate,
@@ -91,14 +99,23 @@ def _sizes(geometry: Geometry) -> dict[str, Any]:
         "atom_slots": geometry.slots,
         "atoms_per_expert": geometry.atoms_per_expert,
     }
+    if true_sizes.is_padded:
+        sizes["true_hidden_size"] = true_sizes.hidden
+        sizes["true_intermediate_size"] = true_sizes.intermediate
+    return sizes
 
 
 def build_config(
-    source_config: dict[str, Any], manifest: dict[str, Any], loader: str
+    model_config: dict[str, Any],
+    manifest: dict[str, Any],
+    loader: str,
+    kept_quantization: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """config.json: the source's, with the quantization_config of loader qsrt or kquant.
 
     And with an entry that keeps transformers from loading it without qsrt_runtime.
+    model_config: the source's without its quantization_config.   kept_quantization: that, where
+    carried tensors are stored as it says.
     """
     quantization: dict[str, Any] = {
         "quant_method": "qsrt",
@@ -108,6 +125,8 @@ def build_config(
         },
         "qsrt": manifests.descriptor(manifest),
     }
+    if kept_quantization is not None:
+        quantization[manifests.DENSE_QUANTIZATION] = kept_quantization
     if loader == "kquant":
         quantization |= {
             "quant_method": "modelopt",
@@ -116,7 +135,7 @@ def build_config(
         }
     schema.check(quantization, "descriptor", f"{manifests.CONFIG}: quantization_config")
     return {
-        **source_config,
+        **model_config,
         "quantization_config": quantization,
         manifests.TRANSFORMERS_WEIGHTS: manifests.IMPORT_FIRST,
     }

@@ -14,7 +14,7 @@ from transformers import MODEL_MAPPING, AutoConfig, AutoModelForCausalLM, PreTra
 
 from qsrt_runtime.format.errors import FormatError
 
-_NOT_RUN = ("embed_tokens.weight", "norm.weight")  # of a model of one layer
+_NORMS = ("norm", "embedding_norm")  # what families call the final norm
 _LABELED = 256  # rows whose distributions are in memory at once
 _SMALL_VOCABULARY = 2  # of the one-layer model, which is given embedded tokens
 
@@ -38,7 +38,7 @@ class LayerRunner:
     ) -> None:
         """config: the model's config.json.   changes: to it, for a model of this layer alone.
 
-        weights: the layer's tensors by the checkpoint's names, float32.
+        weights: the layer's tensors by their names in the layer, float32.
         """
         self.model = _one_layer(config, layer, changes, weights).to(device)
         self.experts = _experts_of(self.model)
@@ -95,17 +95,18 @@ def loss_gradient(
 ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """A function from final residual rows to the gradient of the model's own loss at them.
 
-    weights: of the final norm and the output, by the checkpoint's names, float32.
+    weights: of all that is outside the layers, by the checkpoint's names, float32.
     The function takes rows [n, H] and uniform draws [n] in [0, 1), which sample each row's label
     from the model's distribution, and returns [n, H]: of the sum of cross-entropies.
     """
-    value = {**config, **_by_layer(config, slice(0)), "num_hidden_layers": 0}
-    model = _load(AutoModelForCausalLM, value, weights).to(device)
+    full = _full(config)
+    value = {**full, **_by_layer(full, slice(0)), "num_hidden_layers": 0}
+    model = _load(AutoModelForCausalLM, value, weights, needed="").to(device)
 
     @torch.enable_grad()
     def gradient_of_some(rows: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
         rows = rows.detach().requires_grad_()
-        logits = model.lm_head(model.model.norm(rows)).float()
+        logits = model(inputs_embeds=rows[None], use_cache=False).logits[0].float()
         labels = _sample(logits.detach(), draws)
         loss = nn.functional.cross_entropy(logits, labels, reduction="sum")
         return torch.autograd.grad(loss, rows)[0]
@@ -127,19 +128,26 @@ def _sample(logits: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
 def _one_layer(
     config: Mapping[str, Any], layer: int, changes: Mapping[str, Any], weights: Weights
 ) -> PreTrainedModel:
+    full = _full(config)
     value = {
-        **config,
-        **_by_layer(config, slice(layer, layer + 1)),
+        **full,
+        **_by_layer(full, slice(layer, layer + 1)),
         "num_hidden_layers": 1,
         "vocab_size": _SMALL_VOCABULARY,
         **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
-        **changes,
+        **{key: item for key, item in changes.items() if key in full},
     }
-    prefix = f"model.layers.{layer}."
-    state = {"layers.0." + name.removeprefix(prefix): w for name, w in weights.items()}
-    model = _load(MODEL_MAPPING, value, state)
-    model.norm = nn.Identity()
+    state = {f"layers.0.{name}": weight for name, weight in weights.items()}
+    model = _load(MODEL_MAPPING, value, state, needed="layers.")
+    for name in _NORMS:
+        if hasattr(model, name):
+            setattr(model, name, nn.Identity())
     return model
+
+
+def _full(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with the lists by layer that transformers derives from the rest of it."""
+    return AutoConfig.for_model(**config).to_dict()
 
 
 def _by_layer(config: Mapping[str, Any], layers: slice) -> dict[str, Any]:
@@ -148,8 +156,11 @@ def _by_layer(config: Mapping[str, Any], layers: slice) -> dict[str, Any]:
     return {k: v[layers] for k, v in config.items() if isinstance(v, list) and len(v) == count}
 
 
-def _load(auto: Any, value: Mapping[str, Any], state: Weights) -> PreTrainedModel:
-    """A model of a config with the given weights; FormatError where they do not fit it."""
+def _load(auto: Any, value: Mapping[str, Any], state: Weights, *, needed: str) -> PreTrainedModel:
+    """A model of a config with the given weights; FormatError where they do not fit it.
+
+    needed: what the names begin with that may not be missing.
+    """
     config = AutoConfig.for_model(**value)
     kind = auto if auto is MODEL_MAPPING else auto._model_mapping
     try:
@@ -167,7 +178,7 @@ def _load(auto: Any, value: Mapping[str, Any], state: Weights) -> PreTrainedMode
         raise FormatError(
             f"transformers does not take the checkpoint's tensors: {reason}"
         ) from error
-    left = {name for name in info["missing_keys"] if name not in _NOT_RUN}
+    left = {name for name in info["missing_keys"] if name.startswith(needed)}
     wrong = left | set(info["unexpected_keys"])
     if wrong:
         raise FormatError(

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,10 @@ from qsrt_pack.encode.ldlq import (
 )
 from qsrt_pack.encode.lockstep import Found, Request, Steps
 from qsrt_pack.encode.ordered import ordered_mean_square, root_mean_square
+from qsrt_pack.encode.padding import pad, pad_matrices, sizes_of, unpad_matrices
 from qsrt_pack.encode.viterbi import search
 from qsrt_runtime.format import atom, codebook, decode, tile
-from qsrt_runtime.format.geometry import RECORD, TILE, Geometry
+from qsrt_runtime.format.geometry import RECORD, TILE, Geometry, TrueSizes
 from qsrt_runtime.format.rates import (
     allowed_modes,
     record_bits,
@@ -137,6 +138,14 @@ class EncodedMatrix:
     nmse: float
 
 
+class MatrixError(ValueError):
+    """A matrix that cannot be encoded; which one, and why."""
+
+    def __init__(self, layer: int, expert: int, matrix: str, reason: str) -> None:
+        super().__init__(f"layer {layer} expert {expert}: {matrix}: {reason}")
+        self.expert, self.matrix, self.reason = expert, matrix, reason
+
+
 _ByMode = dict[int, EncodedMatrix]
 
 
@@ -158,10 +167,12 @@ def encode_expert(
 ) -> EncodedExpert:
     """Encode gate w1 [I, H], up w3 [I, H] and down w2 [H, I], float32, finite, on any device.
 
+    I and H may be any: what is coded is padded with zeros that decode to exact zeros.
     hidden: what the layer shares; None: the hidden side is the expert's own.
     guide: what calibration says; None: all inputs count alike.
-    Raises ValueError for scales beyond float16, and ArithmeticError if what was packed does not
-    decode to what was encoded (a defect of this program or machine, never of the input).
+    Raises MatrixError for scales beyond float16, and ArithmeticError if what was packed does not
+    decode to what was encoded (a defect of this program or machine, never of the input). Weights
+    that are too small for float16 scales decode to zeros.
     """
     weights = {"w1": w1, "w3": w3, "w2": w2}
     steps = expert_steps(
@@ -181,8 +192,17 @@ def expert_steps(
     modes: Modes | None = None,
 ) -> Steps[EncodedExpert]:
     """As encode_expert, for lockstep.run with other experts. modes: None: those of the settings."""
+    sizes = sizes_of(weights["w1"])
+    geometry = sizes.padded(1)
+    weights = pad_matrices(weights, geometry)
     w1, w3, w2 = (weights[name] for name in atom.MATRICES)
-    scores = permutation.weight_scores(w1, w3, w2) if guide is None else guide.scores
+    if guide is None:
+        scores = permutation.weight_scores(w1, w3, w2)[: sizes.intermediate]
+    else:
+        scores, guide = guide.scores, _padded_guide(guide, sizes, geometry)
+    if hidden is not None:
+        hidden = replace(hidden, scales=pad(hidden.scales, geometry.hidden))
+    scores = pad(scores, geometry.intermediate, value=permutation.LEAST)
     groups = permutation.low_to_high_groups(scores)
     order = permutation.channels_of_groups(groups)
     tried = modes_tried(settings, w1.shape[0] // RECORD)
@@ -192,33 +212,66 @@ def expert_steps(
             _draw(size, name, side, layer, expert, settings.seed, shared=hidden is not None)
             for size, side in zip(weight.shape, _sides(name), strict=True)
         ]
-        return matrix_steps(
-            weight.contiguous(),
-            _rate_axis(name),
-            *(draw.to(weight.device) for draw in draws),
-            modes=tried if modes is None else (modes[name == "w2"],),
-            method=settings.search,
-            metric=metric,
-            hidden=hidden,
-        )
-
-    try:
-        metric = None if guide is None else Metric(guide.inputs)
-        gates = [steps("w1", w1[order].T, metric), steps("w3", w3[order].T, metric)]
-        if guide is None:
-            found = yield from lockstep.together([*gates, steps("w2", w2[:, order].T, None)])
-            chosen, kept = _least_weight_error(*found)
-        else:
-            gate, up = yield from lockstep.together(gates)
-            metrics = {m: _down_metric(guide, order, gate[m].dense, up[m].dense) for m in gate}
-            found = yield from lockstep.together(
-                steps("w2", w2[:, order].T, metric) for metric in metrics.values()
+        try:
+            return (
+                yield from matrix_steps(
+                    weight.contiguous(),
+                    _rate_axis(name),
+                    *(draw.to(weight.device) for draw in draws),
+                    modes=tried if modes is None else (modes[name == "w2"],),
+                    method=settings.search,
+                    metric=metric,
+                    hidden=hidden,
+                )
             )
-            down = dict(zip(metrics, found, strict=True))
-            chosen, kept = _least_functional_error(guide, order, gate, up, down)
-    except ValueError as error:
-        raise ValueError(f"layer {layer} expert {expert}: {error}") from error
-    return _checked(chosen, kept, groups, Geometry(w1.shape[1], w1.shape[0], 1))
+        except ValueError as error:
+            raise MatrixError(layer, expert, name, str(error)) from error
+
+    metric = None if guide is None else Metric(guide.inputs)
+    gates = [steps("w1", w1[order].T, metric), steps("w3", w3[order].T, metric)]
+    if guide is None:
+        # Without feedback all tiles of a matrix are searched at once, which is enough for a CPU.
+        some = lockstep.in_turn if w1.device.type == "cpu" else lockstep.together
+        found = yield from some([*gates, steps("w2", w2[:, order].T, None)])
+        chosen, kept = _least_weight_error(*found)
+    else:
+        gate, up = yield from lockstep.together(gates)
+        metrics = {m: _down_metric(guide, order, gate[m].dense, up[m].dense) for m in gate}
+        found = yield from lockstep.together(
+            steps("w2", w2[:, order].T, metric) for metric in metrics.values()
+        )
+        down = dict(zip(metrics, found, strict=True))
+        chosen, kept = _least_functional_error(guide, order, gate, up, down)
+    return _checked(chosen, kept, groups, geometry)
+
+
+def _padded_guide(guide: Guide, sizes: TrueSizes, geometry: Geometry) -> Guide:
+    """A guide that is asked about padded matrices; nothing is known of what is padding.
+
+    Its scores stay as they are.
+    """
+    if not sizes.is_padded:
+        return guide
+    hidden, intermediate = geometry.hidden, geometry.intermediate
+
+    def down(w1: torch.Tensor, w3: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        true = unpad_matrices({"w1": w1, "w3": w3}, sizes)
+        moment, target = guide.down(true["w1"], true["w3"])
+        return pad(moment, intermediate, intermediate), pad(target, hidden, intermediate)
+
+    def choose(decoded: Mapping[Modes, Dense]) -> Modes:
+        named = {m: dict(zip(atom.MATRICES, dense, strict=True)) for m, dense in decoded.items()}
+        true = {m: tuple(unpad_matrices(dense, sizes).values()) for m, dense in named.items()}
+        return guide.choose(true)
+
+    outputs = guide.outputs
+    return replace(
+        guide,
+        inputs=pad(guide.inputs, hidden, hidden),
+        down=down,
+        choose=choose,
+        outputs=None if outputs is None else pad(outputs, hidden, hidden),
+    )
 
 
 def _down_metric(guide: Guide, order: torch.Tensor, w1: torch.Tensor, w3: torch.Tensor) -> Metric:
@@ -293,21 +346,30 @@ def matrix_steps(
     weight: [K, N] float32 with the rate axis ("in": K, "out": N) from least to most important.
     input_signs: [K], output_signs: [N].   metric: what its error counts, None: all alike.
     hidden: what the layer shares, None: nothing.
+    A matrix far from 1 is encoded smaller or larger by a power of two, which its scales share, so
+    that both of them stay in float16's range as long as they can.
     """
     has_shared_rows = hidden is not None and rate_axis == "out"  # whose inputs are hidden
     scales = hidden.scales if has_shared_rows else None
     target = weight if metric is None or metric.target is None else metric.target
+    if hidden is None:
+        size = root_mean_square(target)
+    else:
+        size = float(scales.max()) if has_shared_rows else hidden.down_size
+    exponent = _exponent(size)
+    near = _times_power(target, -exponent)
+    metric = metric and _near_metric(metric)
+    has_own_columns = rate_axis == "out" or hidden is None
     columns = None
-    if metric is not None and (rate_axis == "out" or hidden is None):
-        columns = incoherence.column_scales(target)
-    rotated, suh, svh = incoherence.regularize(target, input_signs, output_signs, scales, columns)
+    if has_own_columns and (metric is not None or incoherence.is_uneven(near)):
+        columns = incoherence.column_scales(near)
+    if scales is not None:
+        scales = _times_power(scales, -exponent)
+    rotated, suh, svh = incoherence.regularize(near, input_signs, output_signs, scales, columns)
     scale = yield from _scale_steps(rotated, method)
     suh, svh = (suh, svh / scale) if rate_axis == "out" else (suh / scale, svh)
-    largest = float(suh.abs().max())
-    if hidden is not None:
-        largest = float(scales.max()) if has_shared_rows else hidden.down_size
-    move = _power_to_move(largest)
-    suh, svh = _as_float16(suh / move), _as_float16(svh * move)
+    suh = _as_float16(_times_power(suh, exponent - exponent // 2))
+    svh = _as_float16(_times_power(svh, exponent // 2))
     factors = (None, None) if metric is None else _factors(metric, suh.float(), svh.float())
     rates = {mode: record_bits(mode, weight.shape[rate_axis == "out"] // RECORD) for mode in modes}
     coded = yield from lockstep.together(
@@ -519,20 +581,33 @@ def _nmse(source: torch.Tensor, decoded: torch.Tensor) -> float:
     return error / power if power else error
 
 
-def _power_to_move(largest: float) -> float:
-    """The power of two to move from suh to svh: not 1 where suh is far from float16's range.
+def _exponent(size: float) -> int:
+    """The binary exponent of a size that is far from 1, 0 for one that is near or is 0."""
+    exponent = math.frexp(size)[1]
+    return 0 if -_FAR <= exponent <= _FAR else exponent
 
-    The products, which are all that counts, stay the same to the bit.
-    """
-    exponent = math.frexp(largest)[1]
-    return 1.0 if -_FAR <= exponent <= _FAR else 2.0 ** (exponent // 2)
+
+def _times_power(x: torch.Tensor, exponent: int) -> torch.Tensor:
+    """x times 2**exponent, which alone may be beyond float32."""
+    half = exponent // 2
+    return x * 2.0**half * 2.0 ** (exponent - half) if exponent else x
+
+
+def _near_metric(metric: Metric) -> Metric:
+    """A metric whose moments are near 1; the scale of an error is of no account."""
+    inputs, outputs = (
+        None if m is None else _times_power(m, -_exponent(float(m.diagonal().max())))
+        for m in (metric.inputs, metric.outputs)
+    )
+    return replace(metric, inputs=inputs, outputs=outputs)
 
 
 def _as_float16(scales: torch.Tensor) -> torch.Tensor:
     half = scales.to(torch.float16)
     if not torch.isfinite(half).all():
         raise ValueError(
-            f"a weight scale of {float(scales.abs().max()):.3g} is beyond float16 (65504)"
+            f"a weight scale of {float(scales.abs().max()):.3g} is beyond float16 (65504); "
+            "weights of up to 1e6 can be packed"
         )
     return half
 

@@ -16,7 +16,8 @@ from qsrt_runtime.format.tile import to_trellis_order
 
 # Root mean square of the rotated matrix before the global scale; the sign is the published one.
 TARGET_RMS = -1.24371088
-_TINY = 1e-10  # keeps the scale of a zero row off zero; in float16 it is zero again
+_TINY = 1e-10  # keeps the scale of a row off zero
+_UNEVEN = 16  # such a column has the power of two blocks of 128 others
 _COARSE = tuple(0.1 + 0.2 * step for step in range(10))
 _FINE_STEP = 0.075
 
@@ -31,23 +32,35 @@ def regularize(
     """Rotate a matrix and give it one size (FORMAT of the published encoder, step 6).
 
     weight: [K, N] float32.   input_signs: [K], output_signs: [N] of +1 and -1.
-    row_scales: [K], positive, see layer_scales; by default each row gets the target size.
+    row_scales: [K], see layer_scales, 0 only where rows are; by default each row gets the target
+    size.
     column_scales: [N], positive, see column_scales; by default 1.
-    Returns (rotated [K, N], suh [K], svh [N]), float32. Zero columns get svh 0, zero rows a suh
-    that is 0 in float16.
+    Returns (rotated [K, N], suh [K], svh [N]), float32. Zero rows get suh 0, zero columns svh 0,
+    so that they are exact whatever the tiles decode to.
     """
     svh = torch.where((weight != 0).any(0), output_signs, 0)
     if column_scales is not None:
         svh = svh * column_scales
     rotated = rotate(weight / torch.where(svh == 0, 1, svh))
     row_rms = ordered_mean_square(rotated).sqrt().float()
+    sizes = row_scales if row_scales is not None else row_rms / -TARGET_RMS + _TINY
+    suh = torch.where(row_rms > 0, -input_signs * sizes, 0)
+    rotated = rotate_rows(rotated / torch.where(suh == 0, 1, suh)[:, None])
     if row_scales is None:
-        suh = input_signs * (row_rms / TARGET_RMS - _TINY)
-        return rotate_rows(rotated / suh[:, None]), suh, svh
-    suh = -input_signs * torch.where(row_rms > 0, row_scales, _TINY)
-    rotated = rotate_rows(rotated / suh[:, None])
+        return rotated, suh, svh
     size = float(ordered_mean_square(rotated.flatten()).sqrt()) / -TARGET_RMS or 1.0
     return rotated / size, suh, svh * size
+
+
+def is_uneven(weight: torch.Tensor) -> bool:
+    """Whether a column's largest weight is far above that of most, so that the columns need scales.
+
+    weight: [K, N]. Without scales a row's size is that of its largest column, to which the tiles
+    of all the others are then near zero.
+    """
+    largest = weight.abs().amax(0)
+    largest = largest[largest > 0]
+    return bool(len(largest) and largest.max() > _UNEVEN * largest.median())
 
 
 def column_scales(weight: torch.Tensor) -> torch.Tensor:

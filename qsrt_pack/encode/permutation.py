@@ -9,6 +9,7 @@ import torch
 from qsrt_pack.encode.ordered import ordered_mean_square, ordered_sum
 
 GROUP = 4
+LEAST = -1.0  # score of a channel of padding, below all others
 
 
 def weight_scores(w1: torch.Tensor, w3: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:

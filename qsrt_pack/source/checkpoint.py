@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+from qsrt_pack.source import formats, quantization
+from qsrt_pack.source.formats import Weight
+from qsrt_pack.source.weights import find_weights
 from qsrt_runtime.format import paths, schema, tensorfile
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.manifest import CHECKSUMS, CONFIG, INDEX, MANIFEST, MARKER
@@ -21,7 +24,8 @@ SINGLE = "model.safetensors"
 _NUMBERED = re.compile(r"^(?P<stem>.+)-(?P<index>\d{5})-of-(?P<count>\d{5})\.safetensors$")
 # Weights in other formats, code, and files that a package writes anew.
 _NOT_CARRIED = re.compile(
-    paths.WEIGHTS_OR_CODE.pattern + r"|\.partial$|\.index\.json$|^config\.json$|^README\.md$",
+    paths.WEIGHTS_OR_CODE.pattern
+    + r"|\.partial$|\.index\.json$|^config\.json$|^hf_quant_config\.json$|^README\.md$",
     re.IGNORECASE,
 )
 _PACKAGE_FILES = {MANIFEST, MARKER, CHECKSUMS}
@@ -31,7 +35,8 @@ _PACKAGE_FILES = {MANIFEST, MARKER, CHECKSUMS}
 class Checkpoint:
     """A checkpoint whose headers have been read.
 
-    tensors: name -> (shard, where it lies).   shards: relative names.   carried: side files that
+    tensors: name -> (shard, where it lies).   weights: what they decode to, by the names of an
+    unquantized checkpoint.   shards: relative names.   carried: side files that
     a package copies.   left_out: files that are neither weights of this checkpoint nor carried;
     hidden files and folders are not looked at.
     """
@@ -39,9 +44,24 @@ class Checkpoint:
     path: Path
     config: dict[str, Any]
     tensors: dict[str, tuple[str, TensorEntry]]
+    weights: dict[str, Weight]
     shards: tuple[str, ...]
     carried: tuple[str, ...]
     left_out: tuple[str, ...]
+
+    @property
+    def model_config(self) -> dict[str, Any]:
+        """config.json of the decoded checkpoint."""
+        return quantization.without(self.config)
+
+    @property
+    def quantization_config(self) -> dict[str, Any] | None:
+        """What config.json says of quantized weights."""
+        return quantization.stated(self.config)
+
+    def path_of(self, weight: Weight) -> Path:
+        """The shard in which a weight's codes are."""
+        return self.path / self.tensors[weight.parts["codes"]][0]
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -64,6 +84,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise FormatError(f"{path / CONFIG} is a JSON {type(config).__name__}, not an object")
     schema.require_json(config, str(path / CONFIG))
     tensors = _indexed(path) if INDEX in files else _without_index(path, files)
+    said = quantization.read_quantization(config, str(path / CONFIG))
+    weights = find_weights(path, tensors, said)
     shards = tuple(sorted({shard for shard, _ in tensors.values()}))
     own = {CONFIG, INDEX, *shards}
     carried = tuple(n for n in files if n not in own and not _NOT_CARRIED.search(n))
@@ -71,25 +93,31 @@ def open_checkpoint(path: Path) -> Checkpoint:
         paths.relative_name(name, str(path))
         paths.regular_file(path / name, path)
     left_out = tuple(n for n in files if n not in own and _NOT_CARRIED.search(n))
-    return Checkpoint(path, config, tensors, shards, carried, left_out)
+    return Checkpoint(path, config, tensors, weights, shards, carried, left_out)
 
 
-def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    """One tensor as stored."""
+def read_tensor(checkpoint: Checkpoint, name: str, index: int | None = None) -> torch.Tensor:
+    """One tensor as stored, or one index of its leading axis, and nothing else of it."""
     shard, entry = checkpoint.tensors[name]
-    return tensorfile.read_tensor(checkpoint.path / shard, entry)
+    part = entry if index is None else entry.at(index)
+    return tensorfile.read_tensor(checkpoint.path / shard, part)
 
 
-def check_finite(checkpoint: Checkpoint, name: str) -> None:
-    """Refuse a tensor that holds a NaN or an infinity, naming the first position."""
-    tensor = read_tensor(checkpoint, name)
-    bad = ~torch.isfinite(tensor)
-    if bad.any():
-        position = bad.nonzero()[0].tolist()
-        raise FormatError(
-            f"{checkpoint.path / checkpoint.tensors[name][0]}: tensor {name} holds "
-            f"{tensor[tuple(position)].item()} at {position}; expected finite weights"
-        )
+def read_weight(
+    checkpoint: Checkpoint,
+    name: str,
+    index: int | None = None,
+    device: torch.device | None = None,
+) -> torch.Tensor:
+    """A weight by its logical name as float32, decoded; see formats.read_weight."""
+    weight = checkpoint.weights[name]
+    return formats.read_weight(checkpoint.path, checkpoint.tensors, weight, index, device)
+
+
+def check_finite(checkpoint: Checkpoint, name: str, index: int | None = None) -> None:
+    """Refuse a weight, or an index of a stack, with a NaN or an infinity, naming the first."""
+    weight = checkpoint.weights[name]
+    formats.check_finite(checkpoint.path, checkpoint.tensors, weight, name, index)
 
 
 def source_stamp(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:

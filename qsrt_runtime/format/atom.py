@@ -71,11 +71,7 @@ def unpack_expert(
     """
     pairs = range(geometry.pairs) if pairs is None else pairs
     size = geometry.trellis_bytes
-    local_start = 3 * size
-    local = [
-        _unpack_local(bundles[:, local_start + 2 * ATOM * i : local_start + 2 * ATOM * (i + 1)])
-        for i in range(3)
-    ]
+    local = local_scales(bundles)
     records = []
     for i in range(3):
         bits = stored_bits(modes[i == 2], geometry.records)
@@ -89,6 +85,15 @@ def unpack_expert(
         mode13=modes[0],
         mode2=modes[1],
     )
+
+
+def local_scales(bundles: torch.Tensor) -> torch.Tensor:
+    """The vectors on the intermediate side: w1.svh, w3.svh, w2.suh, [3, 256 n] float16.
+
+    bundles: [8 n, bundle bytes] uint8 by logical atom.
+    """
+    parts = bundles[:, -3 * 2 * ATOM :].split(2 * ATOM, dim=1)
+    return torch.stack([_unpack_local(part) for part in parts])
 
 
 def _pack_trellis(records: tuple[torch.Tensor, ...]) -> torch.Tensor:

@@ -14,9 +14,14 @@ ROTATION_MULTIPLIER = 5
 SIDES_PER_SLOT = 6
 
 
+def round_up(size: int, multiple: int) -> int:
+    """The least multiple that is not below a size."""
+    return -(-size // multiple) * multiple
+
+
 def align(size: int) -> int:
     """Round a byte count up to a multiple of ALIGNMENT."""
-    return -(-size // ALIGNMENT) * ALIGNMENT
+    return round_up(size, ALIGNMENT)
 
 
 @dataclass(frozen=True)
@@ -33,13 +38,13 @@ class Geometry:
     def __post_init__(self) -> None:
         if self.hidden <= 0 or self.hidden % RECORD:
             raise FormatError(
-                f"hidden size {self.hidden} is not a positive multiple of {RECORD}; "
-                "this version stores no padded sizes"
+                f"hidden size {self.hidden} is not a positive multiple of {RECORD}, as every "
+                "stored one is, padding included"
             )
         if self.intermediate <= 0 or self.intermediate % (2 * RECORD):
             raise FormatError(
                 f"expert intermediate size {self.intermediate} is not a positive multiple of "
-                f"{2 * RECORD}; this version stores no padded sizes"
+                f"{2 * RECORD}, as every stored one is, padding included"
             )
         if self.experts <= 0:
             raise FormatError(f"{self.experts} experts; a layer holds at least one")
@@ -95,6 +100,32 @@ class Geometry:
         """The slot in which each logical atom of an expert stands. Whole pairs move."""
         shift = SLOTS_PER_PAIR * self.pair_shift(layer, expert)
         return [(atom + shift) % self.slots for atom in range(self.slots)]
+
+
+@dataclass(frozen=True)
+class TrueSizes:
+    """The sizes of a model's experts as the model has them, any from 1.
+
+    Where hidden is no multiple of 128 or intermediate none of 256, the last channels of what is
+    stored are zeros: gate, up and down each end with them, and their scales are 0.
+    """
+
+    hidden: int
+    intermediate: int
+
+    @property
+    def weights_per_expert(self) -> int:
+        return 3 * self.hidden * self.intermediate
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether what is stored is larger."""
+        return bool(self.hidden % RECORD or self.intermediate % (2 * RECORD))
+
+    def padded(self, experts: int) -> Geometry:
+        """The sizes of so many experts as stored."""
+        hidden = round_up(self.hidden, RECORD)
+        return Geometry(hidden, round_up(self.intermediate, 2 * RECORD), experts)
 
 
 def extent(count: int, parts: int, index: int) -> range:

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from qsrt_runtime.format import codebook, container, rates, schema, slab
+from qsrt_runtime.format import atom, codebook, container, rates, schema, slab
 from qsrt_runtime.format.container import Layer
 from qsrt_runtime.format.errors import FormatError
-from qsrt_runtime.format.geometry import Geometry
+from qsrt_runtime.format.geometry import Geometry, TrueSizes
 from qsrt_runtime.format.paths import relative_name
 
 MANIFEST = "qsrt-manifest.json"
@@ -29,6 +29,9 @@ STORAGE_FORMAT = "qsrt_atoms_v1"
 # shows this, where it would start the experts at random.
 TRANSFORMERS_WEIGHTS = "transformers_weights"
 IMPORT_FIRST = "first import qsrt_runtime.integrations.transformers, then load this package"
+# The key of our quantization_config under which the source's own stands, where the tensors that
+# are no routed expert's are in the source's format.
+DENSE_QUANTIZATION = "dense_quantization_config"
 ACTIVATIONS = ("silu", "situ")
 SITU_BETA = 4.0
 SITU_LINEAR_BETA = 25.0
@@ -73,8 +76,22 @@ def geometry_of(manifest: dict[str, Any]) -> Geometry:
     return Geometry(fields["hidden_size"], fields["intermediate_size"], fields["experts_per_layer"])
 
 
+def true_sizes_of(manifest: dict[str, Any]) -> TrueSizes:
+    """The model's own sizes, which a checked manifest states where the stored ones are padded."""
+    fields = manifest["geometry"]
+    return TrueSizes(
+        *(fields.get(f"true_{name}", fields[name]) for name in ("hidden_size", "intermediate_size"))
+    )
+
+
 def layers_of(manifest: dict[str, Any]) -> list[int]:
     return sorted(int(key) for key in manifest["layers"])
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """What config.json says of the text model: its `text_config`, if it has one, over the rest."""
+    inner = config.get("text_config")
+    return {**config, **inner} if isinstance(inner, dict) else config
 
 
 def descriptor(manifest: dict[str, Any]) -> dict[str, Any]:
@@ -126,8 +143,9 @@ def check_documents(documents: Documents, where: str) -> None:
     _check_manifest(documents, f"{where}/{MANIFEST}")
     if documents.manifest["storage_schema"] == container.FRUIT:
         fields = documents.manifest["geometry"]
-        geometry = geometry_of(documents.manifest)
-        check_config(documents.config, geometry, fields["topk"], f"{where}/{CONFIG}")
+        counts = (fields["experts_per_layer"], fields["topk"])
+        sizes = true_sizes_of(documents.manifest)
+        check_config(text_config(documents.config), sizes, *counts, f"{where}/{CONFIG}")
     _check_descriptor(documents, f"{where}/{CONFIG}")
     _check_marker(documents, f"{where}/{MARKER}")
     _check_activations(documents, where)
@@ -161,6 +179,8 @@ def check_layer(layer: Layer, key: int, documents: Documents, where: str) -> Non
     if (layer.format_codes == rates.X4T).any():
         expert = int((layer.format_codes == rates.X4T).nonzero()[0])
         slab.expert_modes(layer, expert)  # refuses X4T by name
+    if layer.shared_scales[:, :, true_sizes_of(manifest).hidden :].any():
+        raise FormatError(f"{where}: scales of padded hidden channels are not all 0")
 
 
 def check_evidence(evidence: dict[str, Any], key: int, documents: Documents, where: str) -> None:
@@ -190,21 +210,36 @@ def check_evidence(evidence: dict[str, Any], key: int, documents: Documents, whe
         _require_equal(found, list(range(experts)), "experts", where, MANIFEST)
 
 
-def check_evidence_modes(
-    evidence: dict[str, Any], layer: Layer, settings: dict[str, Any], where: str
+def check_evidence_experts(
+    evidence: dict[str, Any], layer: Layer, manifest: dict[str, Any], where: str
 ) -> None:
-    """Refuse evidence whose modes or channel orders disagree with layer file and settings."""
+    """Refuse evidence whose modes or channel orders disagree with layer file and manifest.
+
+    Where the layer has all of its slots, the scales of padded channels are looked at too.
+    """
+    settings = manifest["producer"]["encoder"]["settings"]
     if settings["modes"] == "R0" and layer.format_codes.any():
         expert = int(layer.format_codes.nonzero()[0])
         raise FormatError(
             f"{where}: expert {expert} is not R0, the encoder's settings say modes R0"
         )
+    has_all = len(layer.slots) == layer.geometry.slots
+    intermediate = true_sizes_of(manifest).intermediate
+    stored = rates.stored_channels(layer.geometry.records)
     for item in evidence["experts"]:
         expert = item["expert"]
         found = (item["mode13"], item["mode2"])
         expected = tuple(f"R{mode}" for mode in slab.expert_modes(layer, expert))
         _require_equal(found, expected, f"modes of expert {expert}", where, "the layer file")
-        low_to_high(item["low_to_high"], layer.geometry.intermediate, f"{where}: expert {expert}")
+        at = f"{where}: expert {expert}"
+        order = low_to_high(item["low_to_high"], layer.geometry.intermediate, at)
+        padded = order[stored] >= intermediate
+        if has_all and padded.any():
+            scales = atom.local_scales(slab.expert_bundles(layer, expert))
+            if scales[:, padded].any():
+                raise FormatError(
+                    f"{at}: scales of padded intermediate channels are not all 0 in the layer file"
+                )
 
 
 def encode_low_to_high(groups: torch.Tensor) -> str:
@@ -253,6 +288,7 @@ def _check_manifest(documents: Documents, where: str) -> None:
 
 def _check_own_manifest(manifest: dict[str, Any], geometry: Geometry, where: str) -> None:
     fields, producer = manifest["geometry"], manifest["producer"]
+    _check_true_sizes(fields, geometry, where)
     encoder = producer["encoder"]
     fingerprint = encoder_fingerprint(encoder["settings"])
     derived = {
@@ -283,14 +319,36 @@ def _check_own_manifest(manifest: dict[str, Any], geometry: Geometry, where: str
         _require_equal(found, expected, field, where, "what it follows from")
 
 
-def check_config(config: dict[str, Any], geometry: Geometry, topk: int, where: str) -> None:
+def _check_true_sizes(fields: dict[str, Any], geometry: Geometry, where: str) -> None:
+    """True sizes are stated where the stored ones are padded, and these follow from them."""
+    true = true_sizes_of({"geometry": fields})
+    expected = true.padded(geometry.experts)
+    for name, found, stored, size in (
+        ("hidden_size", true.hidden, expected.hidden, geometry.hidden),
+        ("intermediate_size", true.intermediate, expected.intermediate, geometry.intermediate),
+    ):
+        if stored != size:
+            raise FormatError(
+                f"{where}: geometry.true_{name} is {found}, which is stored as {stored}; "
+                f"geometry.{name} is {size}"
+            )
+    if "true_hidden_size" in fields and not true.is_padded:
+        raise FormatError(
+            f"{where}: geometry.true_hidden_size and true_intermediate_size are stated though "
+            "nothing is padded"
+        )
+
+
+def check_config(
+    config: dict[str, Any], sizes: TrueSizes, experts: int, topk: int, where: str
+) -> None:
     """Refuse a config.json whose sizes, under their usual names, are not those packed."""
     stated = {
-        "hidden_size": geometry.hidden,
-        "moe_intermediate_size": geometry.intermediate,
-        "num_experts": geometry.experts,
-        "num_local_experts": geometry.experts,
-        "n_routed_experts": geometry.experts,
+        "hidden_size": sizes.hidden,
+        "moe_intermediate_size": sizes.intermediate,
+        "num_experts": experts,
+        "num_local_experts": experts,
+        "n_routed_experts": experts,
         "num_experts_per_tok": topk,
     }
     for key, expected in stated.items():
@@ -303,6 +361,12 @@ def _check_descriptor(documents: Documents, where: str) -> None:
     block = quantization["qsrt"]
     for field, expected in descriptor(manifest).items():
         _require_equal(block[field], expected, f"quantization_config.qsrt.{field}", where, MANIFEST)
+    carried_as = manifest.get("source_format", {}).get("carried_as", "bf16")
+    if (DENSE_QUANTIZATION in quantization) != (carried_as == "stored"):
+        raise FormatError(
+            f"{where}: quantization_config.{DENSE_QUANTIZATION} stands there if and only if the "
+            f"manifest's source_format.carried_as is stored, which is {carried_as}"
+        )
     bit_map = quantization["hybrid_bit_map"]
     at = "quantization_config.hybrid_bit_map"
     _require_equal(sorted(map(int, bit_map)), layers_of(manifest), at, where, MANIFEST)
@@ -318,11 +382,11 @@ def _check_descriptor(documents: Documents, where: str) -> None:
 
 def _check_activations(documents: Documents, where: str) -> None:
     """The default activation is the model's own; SiTU has the parameters that the format fixes."""
-    config, used = documents.config, set()
+    config, used = text_config(documents.config), set()
     for layer in layers_of(documents.manifest):
         used |= set(activations(documents.manifest, config.get("hidden_act"), layer))
         entry = documents.manifest["layers"][str(layer)]
-        if "activation" in entry:
+        if "activation" in entry and config.get("hidden_act") is not None:
             at = f"layers.{layer}.activation.default"
             default = entry["activation"]["default"]
             _require_equal(default, config.get("hidden_act"), at, f"{where}/{MANIFEST}", CONFIG)

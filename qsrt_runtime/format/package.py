@@ -9,7 +9,7 @@ from qsrt_runtime.format import manifest as manifests
 from qsrt_runtime.format import paths, schema
 from qsrt_runtime.format.container import Layer, read_layer
 from qsrt_runtime.format.errors import FormatError
-from qsrt_runtime.format.geometry import Geometry
+from qsrt_runtime.format.geometry import Geometry, TrueSizes
 from qsrt_runtime.format.manifest import (
     CHECKSUMS,
     CONFIG,
@@ -38,6 +38,10 @@ class Package:
     @property
     def geometry(self) -> Geometry:
         return manifests.geometry_of(self.documents.manifest)
+
+    @property
+    def true_sizes(self) -> TrueSizes:
+        return manifests.true_sizes_of(self.documents.manifest)
 
     @property
     def layers(self) -> list[int]:
@@ -143,9 +147,8 @@ def read_checked_layer(
     manifests.check_layer(layer, number, package.documents, str(path))
     evidence = read_evidence(package, number)
     if package.documents.is_ours:
-        manifests.check_evidence_modes(
-            evidence, layer, package.encoder_settings, package.evidence_name(number)
-        )
+        manifest, name = package.documents.manifest, package.evidence_name(number)
+        manifests.check_evidence_experts(evidence, layer, manifest, name)
     return layer, evidence
 
 

@@ -41,6 +41,12 @@ class TensorEntry:
     start: int
     end: int
 
+    def at(self, index: int) -> "TensorEntry":
+        """The same of one index of the leading axis; its items fill whole bytes."""
+        size = (self.end - self.start) // self.shape[0]
+        start = self.start + index * size
+        return TensorEntry(self.dtype, self.shape[1:], start, start + size)
+
 
 @dataclass(frozen=True)
 class Header:

@@ -6,6 +6,7 @@ package's config.json names, under `transformers_weights`, a file that transform
 what to import for a name; the hooks below take that entry away.
 """
 
+import inspect
 import logging
 import re
 import time
@@ -20,13 +21,16 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qsrt_runtime.arguments import X_DTYPES
 from qsrt_runtime.format import decode
+from qsrt_runtime.format.atom import Expert
 from qsrt_runtime.format.errors import FormatError
-from qsrt_runtime.format.geometry import Geometry
+from qsrt_runtime.format.geometry import Geometry, TrueSizes
 from qsrt_runtime.format.manifest import (
     ACTIVATIONS,
+    DENSE_QUANTIZATION,
     IMPORT_FIRST,
     METHODS,
     TRANSFORMERS_WEIGHTS,
+    text_config,
 )
 from qsrt_runtime.format.package import Package, open_package
 from qsrt_runtime.format.slab import unpack_expert
@@ -43,7 +47,6 @@ _PLAIN = {
     "has_gate": True,
     "has_post_expert_norm": False,
     "is_concatenated": True,
-    "is_transposed": False,
 }
 
 logger = logging.getLogger(__name__)
@@ -68,11 +71,17 @@ class PackedExperts(torch.nn.Module):
     as int16, so that no change of the model's dtype touches them.
     """
 
-    def __init__(self, dense: torch.nn.Module, layer: int, geometry: Geometry) -> None:
+    def __init__(
+        self, dense: torch.nn.Module, layer: int, geometry: Geometry, true_sizes: TrueSizes
+    ) -> None:
         """dense: the module to stand in for, on the meta device."""
         super().__init__()
+        self.is_transposed = _shapes(dense) == _stacks(
+            geometry.experts, true_sizes, is_transposed=True
+        )
         self.dense = (dense,)  # in a tuple, so that it is no submodule
-        self.layer, self.geometry, self.traits = layer, geometry, Traits()
+        self.layer, self.geometry, self.true_sizes = layer, geometry, true_sizes
+        self.traits = Traits()
         experts = geometry.experts
         shapes = {
             "atoms": ((geometry.slots, geometry.slot_stride(experts)), torch.uint8),
@@ -105,6 +114,7 @@ class PackedExperts(torch.nn.Module):
             atoms=self.atoms,
             activations=self.activations,
             traits=self.traits,
+            hidden_padding=self.geometry.hidden - self.true_sizes.hidden,
         )
 
     def forward(
@@ -119,10 +129,25 @@ class PackedExperts(torch.nn.Module):
         dense = self.dense[0].to_empty(device=self.atoms.device).to(dtype).train(self.training)
         weights = self.weights()
         for expert in range(self.geometry.experts):
-            decoded = decode.dense_expert(unpack_expert(weights, expert))
-            dense.gate_up_proj[expert] = torch.cat([decoded["w1"], decoded["w3"]])
-            dense.down_proj[expert] = decoded["w2"]
+            decoded = _unpadded(unpack_expert(weights, expert), self.true_sizes)
+            gate_up, down = torch.cat([decoded["w1"], decoded["w3"]]), decoded["w2"]
+            dense.gate_up_proj[expert] = gate_up.T if self.is_transposed else gate_up
+            dense.down_proj[expert] = down.T if self.is_transposed else down
         return dense
+
+
+class PackedExpertsByRow(PackedExperts):
+    """The same where the module is given no routes but the rows of every expert, as in Llama 4.
+
+    A token's weight is in its row already, which is 0 where it does not go to the expert.
+    """
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[E * T, H], the rows of one expert after another's -> [E * T, H]."""
+        numbers = torch.arange(self.geometry.experts, device=hidden_states.device)
+        ids = numbers.repeat_interleave(len(hidden_states) // len(numbers))
+        ids = torch.where(hidden_states.any(-1), ids, -1)[:, None]
+        return moe_forward(hidden_states, self.weights(), ids, torch.ones_like(ids).float())
 
 
 class QsrtQuantizer(HfQuantizer):
@@ -134,6 +159,15 @@ class QsrtQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.package: Package | None = None
         self.verified = ""
+
+    def validate_environment(self, *_: Any, **__: Any) -> None:
+        kept = getattr(self.quantization_config, DENSE_QUANTIZATION, None)
+        if kept is not None:
+            raise ValueError(
+                f"the tensors of this package that are no experts' are quantized with "
+                f"{kept.get('quant_method')} ({DENSE_QUANTIZATION}), which this integration does "
+                "not load; convert without --keep-dense-format, or run qsrt-pack decode"
+            )
 
     def update_attn_implementation(self, config: PretrainedConfig) -> PretrainedConfig:
         """Called, from transformers 5.18 on, before it looks for weight files."""
@@ -190,7 +224,7 @@ class QsrtQuantizer(HfQuantizer):
             raise ValueError("dequantize() wants the model on one device")
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         packed = {n: m for n, m in model.named_modules() if isinstance(m, PackedExperts)}
-        expected = ACTIVATIONS.index(model.config.get_text_config().hidden_act)
+        expected = ACTIVATIONS.index(getattr(model.config.get_text_config(), "hidden_act", "silu"))
         for name, module in packed.items():
             if (module.activations != expected).any():
                 raise ValueError(
@@ -220,6 +254,20 @@ class QsrtQuantizer(HfQuantizer):
         return True
 
 
+def _unpadded(expert: Expert, sizes: TrueSizes) -> dict[str, torch.Tensor]:
+    """An expert's dense matrices of the model's own sizes, channels in the package's order.
+
+    Intermediate channels whose scales are all 0 add nothing; as many of them are left out as were
+    added, whichever these were.
+    """
+    scales = torch.stack([expert.w1.svh, expert.w3.svh, expert.w2.suh])
+    kept = scales.any(0).to(torch.uint8).argsort(descending=True, stable=True)
+    kept = kept[: sizes.intermediate].sort().values
+    dense = decode.dense_expert(expert)
+    w1, w3 = (dense[name][kept, : sizes.hidden] for name in ("w1", "w3"))
+    return {"w1": w1, "w3": w3, "w2": dense["w2"][: sizes.hidden, kept]}
+
+
 def _package_folder(model: PreTrainedModel, shard: Path) -> Path:
     """The package that a shard belongs to; what else is sealed in one on the Hub is fetched."""
     name = model.config.name_or_path
@@ -239,12 +287,17 @@ def _replace_experts(model: PreTrainedModel, package: Package) -> None:
         match = _EXPERTS.search(name)
         if match is None or int(match[1]) not in package.layers:
             continue
-        _check_plain(name, module, package.geometry)
-        packed = PackedExperts(module, int(match[1]), package.geometry)
+        sizes = (package.geometry, package.true_sizes)
+        _check_plain(name, module, package.geometry.experts, package.true_sizes)
+        by_row = [*inspect.signature(module.forward).parameters] == ["hidden_states"]
+        kind = PackedExpertsByRow if by_row else PackedExperts
+        packed = kind(module, int(match[1]), *sizes)
         model.set_submodule(name, packed)
         replaced.add(int(match[1]))
         buffers |= {re.escape(f"{name}.{key}") for key, _ in packed.named_buffers()}
-    missing = sorted(set(package.layers) - replaced)
+    # The layers that config.json does not count predict tokens further ahead: none is built.
+    counted = range(text_config(package.documents.config)["num_hidden_layers"])
+    missing = sorted(set(package.layers) & set(counted) - replaced)
     if missing:
         raise FormatError(
             f"{package.path}: {type(model).__name__} has no experts in layer {missing[0]}, which "
@@ -254,23 +307,35 @@ def _replace_experts(model: PreTrainedModel, package: Package) -> None:
     model._keys_to_ignore_on_load_missing = ignored | buffers  # no shard has them
 
 
-def _check_plain(name: str, module: torch.nn.Module, geometry: Geometry) -> None:
-    """Refuse experts that compute anything but down(act(gate x) * up x) from stacked weights."""
-    hidden, intermediate, experts = geometry.hidden, geometry.intermediate, geometry.experts
-    expected = {
-        "gate_up_proj": (experts, 2 * intermediate, hidden),
-        "down_proj": (experts, hidden, intermediate),
-    }
-    found = {key: tuple(value.shape) for key, value in module.named_parameters()}
-    where = f"{name} ({type(module).__name__})"
-    if found != expected:
+def _check_plain(name: str, module: torch.nn.Module, experts: int, sizes: TrueSizes) -> None:
+    """Refuse experts that compute anything but down(act(gate x) * up x) from stacked weights.
+
+    Stacks of matrices [out, in], or of all of them transposed.
+    """
+    found, where = _shapes(module), f"{name} ({type(module).__name__})"
+    expected, transposed = (_stacks(experts, sizes, is_transposed=flag) for flag in (False, True))
+    if found not in (expected, transposed):
         raise FormatError(f"{where} has parameters {found}, the package fits {expected}")
-    for key, value in _PLAIN.items():
+    for key, value in {**_PLAIN, "is_transposed": found == transposed}.items():
         if getattr(module, key, value) != value:
             raise FormatError(
                 f"{where} has {key} {getattr(module, key)}; packed experts compute "
                 "down(act(gate x) * up x) and nothing else"
             )
+
+
+def _shapes(module: torch.nn.Module) -> dict[str, tuple[int, ...]]:
+    return {key: tuple(value.shape) for key, value in module.named_parameters()}
+
+
+def _stacks(experts: int, sizes: TrueSizes, *, is_transposed: bool) -> dict[str, tuple[int, ...]]:
+    """The shapes of a layer's stacks, of matrices [out, in] or [in, out]."""
+    gate_up, down = (2 * sizes.intermediate, sizes.hidden), (sizes.hidden, sizes.intermediate)
+    step = -1 if is_transposed else 1
+    return {
+        "gate_up_proj": (experts, *gate_up[::step]),
+        "down_proj": (experts, *down[::step]),
+    }
 
 
 for _method in METHODS:

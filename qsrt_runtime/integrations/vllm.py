@@ -22,8 +22,15 @@ from vllm.model_executor.layers.quantization.base_config import (
 )
 from vllm.platforms import current_platform
 
+from qsrt_runtime.arguments import padded_rows
 from qsrt_runtime.format.errors import FormatError
-from qsrt_runtime.format.manifest import ACTIVATIONS, METHODS, SITU_BETA, SITU_LINEAR_BETA
+from qsrt_runtime.format.manifest import (
+    ACTIVATIONS,
+    METHODS,
+    SITU_BETA,
+    SITU_LINEAR_BETA,
+    text_config,
+)
 from qsrt_runtime.format.package import Package, open_package
 from qsrt_runtime.integrations.hub import sealed_snapshot
 from qsrt_runtime.load import (
@@ -58,10 +65,14 @@ class QsrtConfig(QuantizationConfig):
     def __init__(self, config: dict[str, Any]) -> None:
         """config: the field of config.json. Raises FormatError for what is no package's."""
         super().__init__()
-        if "qsrt" not in config or set(config) - _KEYS:
+        if "qsrt" not in config:
+            raise FormatError("quantization_config has no qsrt block; this is no package")
+        more = sorted(set(config) - _KEYS)
+        if more:
             raise FormatError(
-                f"quantization_config has {sorted(config)}, of which qsrt_runtime reads "
-                f"{sorted(_KEYS)}, qsrt always"
+                f"quantization_config has {', '.join(more)}: tensors that are no routed expert's "
+                "are quantized too, which this integration does not run in vLLM; pack without "
+                "--keep-dense-format"
             )
         self.model, self.revision = "", None
         self._opened: tuple[Package, str] | None = None
@@ -187,17 +198,19 @@ class QsrtMoEMethod(FusedMoEMethodBase):
             return moe_forward(x, self.weights, *routes, **options)
         from qsrt_runtime.moe_decode import moe_forward_kernels  # brings triton
 
-        return moe_forward_kernels(x, self.weights, *routes, **options, workspace=self.workspace)
+        padded, options["workspace"] = padded_rows(x, self.weights), self.workspace
+        out = moe_forward_kernels(padded, self.weights, *routes, **options)
+        return out[:, : self.weights.width].contiguous() if self.weights.hidden_padding else out
 
 
 def check_experts(layer: RoutedExperts, number: int, package: Package) -> None:
     """Refuse experts of other sizes than the package's, and what packed ones do not compute."""
     moe, where = layer.moe_config, f"layer {number} of {package.path}"
-    geometry, parallel = package.geometry, moe.moe_parallel_config
+    sizes, parallel = package.true_sizes, moe.moe_parallel_config
     for name, found, packed in (
-        ("experts", moe.num_experts, geometry.experts),
-        ("hidden channels", moe.hidden_dim, geometry.hidden),
-        ("intermediate channels", moe.intermediate_size, geometry.intermediate),
+        ("experts", moe.num_experts, package.geometry.experts),
+        ("hidden channels", moe.hidden_dim, sizes.hidden),
+        ("intermediate channels", moe.intermediate_size, sizes.intermediate),
     ):
         if found != packed:
             raise FormatError(f"{where}: vLLM has {found} {name}, packed are {packed}")
@@ -219,7 +232,7 @@ def _check_activation(layer: RoutedExperts, number: int, package: Package, where
     """The model's activation is one that the package's experts have, with its parameters."""
     documents, moe = package.documents, layer.moe_config
     stated = documents.manifest["layers"][str(number)].get("activation", {})
-    default = stated.get("default", documents.config.get("hidden_act"))
+    default = stated.get("default", text_config(documents.config).get("hidden_act"))
     if layer.activation.value != default:
         raise ValueError(
             f"{where}: vLLM has the activation {layer.activation.value}, packed is {default}; "

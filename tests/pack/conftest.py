@@ -14,7 +14,7 @@ from qsrt_runtime.format import manifest as manifests
 from qsrt_runtime.format import schema
 from qsrt_runtime.format.atom import Expert, unpack_expert
 from qsrt_runtime.format.container import LayerWriter
-from qsrt_runtime.format.geometry import Geometry
+from qsrt_runtime.format.geometry import Geometry, TrueSizes
 from qsrt_runtime.format.package import seal
 
 MIXED = Geometry(hidden=128, intermediate=512, experts=4)  # 4 records, 2 pairs
@@ -62,12 +62,14 @@ def mixed(tmp_path: Path) -> Path:
     index = schema.dump({"metadata": {"total_size": 0}, "weight_map": {}})
     document = build_manifest(
         MIXED,
+        TrueSizes(MIXED.hidden, MIXED.intermediate),
         topk=2,
         activation="silu",
         encoder_settings=settings.fingerprinted(),
         source_sha256="5" * 64,
         base_sha256=schema.digest({manifests.INDEX: hashlib.sha256(index).hexdigest()}),
         evidence=evidence,
+        expert_tensors=checkpoints.NAMED,
     )
     document["layers"]["1"]["activation"]["experts"]["3"] = "situ"
     config = build_config(checkpoints.config(moe_intermediate_size=512), document, "qsrt")

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from checkpoints import edit_json, expert_key
+from architectures import write_model
+from checkpoints import edit_json, expert_key, write_tokenizer
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
@@ -421,6 +422,28 @@ def test_the_plan_knows_of_the_statistics(model, statistics, tmp_path):
     files = [path.stat().st_size for path in statistics.path.glob("*-000.safetensors")]
     rows = max(statistics.layer(0).tokens.max(), statistics.layer(1).tokens.max())
     assert found["memory_bytes"] - plain["memory_bytes"] > sum(files) + 8 * rows * HIDDEN
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "lfm2_moe", "bailing_hybrid"])
+def test_other_architectures(name, text, tmp_path):
+    """Statistics of a model with a dense layer and one of next-token prediction; then packed."""
+    write_model(tmp_path / "model", name)
+    write_tokenizer(tmp_path / "model")
+    path = tmp_path / "model/model.safetensors"
+    tensors = load_file(path)
+    more = {k.replace(".layers.1.", ".layers.2."): t for k, t in tensors.items() if ".1." in k}
+    save_file(tensors | {k: t.clone() for k, t in more.items()}, path, {"format": "pt"})
+    edit_json(tmp_path / "model/config.json", lambda c: c.update(num_nextn_predict_layers=1))
+    found = run(tmp_path / "model", text, tmp_path / "stats", window=16, windows=40)
+    assert [*found.document["layers"]] == ["1"]
+    rows = found.layer(1)
+    assert rows.rows.shape == rows.gradients.shape == (640, HIDDEN)
+    assert rows.gradients.any()
+    evidence = convert(tmp_path / "model", tmp_path / "package", found)
+    assert [*evidence] == [1, 2]
+    tokens = [[entry["tokens"] for entry in evidence[layer]["experts"]] for layer in (1, 2)]
+    assert tokens == [rows.tokens.tolist(), [None, None]]
+    validate(tmp_path / "package", deep=True, show_progress=False)
 
 
 def test_a_folder_of_other_things_is_kept(model, text, tmp_path):

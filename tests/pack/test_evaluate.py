@@ -1,20 +1,23 @@
 """How far a package is from its reference, on a text of a 64-character alphabet."""
 
 import hashlib
+import json
 import math
 import shutil
-import string
 from collections.abc import Callable
 from pathlib import Path
 
 import checkpoints
 import pytest
 import torch
-from checkpoints import config, write_checkpoint
+from checkpoints import ALPHABET, config, write_checkpoint, write_tokenizer
 from safetensors.torch import load_file, save_file
-from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    Qwen3VLMoeConfig,
+)
 
 from qsrt_pack import job, plan
 from qsrt_pack.encode.expert import Settings
@@ -25,16 +28,7 @@ from qsrt_runtime.format import schema
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.package import seal
 
-ALPHABET = string.ascii_letters + string.digits + " ."
 TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with 12 dozen liquor jugs. " * 5
-
-
-def write_tokenizer(folder: Path) -> None:
-    """One token for each character of the alphabet."""
-    vocabulary = {character: number for number, character in enumerate(ALPHABET)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="."))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
 def one_layer_model(folder: Path, *, tied: bool = False, seed: int = 0) -> Path:
@@ -293,3 +287,42 @@ def test_describe_is_a_table(report: dict) -> None:
     assert f"{report['kl_mean']:.5f} nats" in lines[0]
     assert len({line.index("  ") > 0 for line in lines}) == 1
     assert any(f"{report['positions']:,} in windows of 32" in line for line in lines)
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_layers_of_next_token_prediction_take_no_part(
+    source: Path, package_of_source: Path, text: Path, tmp_path: Path, apart: bool
+) -> None:
+    more = load_file(source / "model-00001-of-00002.safetensors")
+    more |= load_file(source / "model-00002-of-00002.safetensors")
+    new = "mtp.layers.0." if apart else "model.layers.1."
+    more |= {n.replace("model.layers.0.", new): t.clone() for n, t in more.items() if ".0." in n}
+    value = json.loads((source / "config.json").read_text())
+    value |= {} if apart else {"num_nextn_predict_layers": 1}
+    model = write_checkpoint(tmp_path / "model", config_value=value, weights=more)
+    write_tokenizer(model)
+    report = evaluate(packed(model, tmp_path / "p"), model, text, show_progress=False)
+    expected = evaluate(package_of_source, source, text, show_progress=False)
+    assert report["kl_mean"] == pytest.approx(expected["kl_mean"], rel=1e-6)
+
+
+def test_a_model_of_images_and_text(text: Path, tmp_path: Path) -> None:
+    sizes = {
+        **{"hidden_size": 128, "num_hidden_layers": 1, "vocab_size": 64, "head_dim": 32},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "moe_intermediate_size": 256},
+        **{"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size": 256},
+        "max_position_embeddings": 64,
+    }
+    vision = {
+        **{"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2},
+        **{"out_hidden_size": 128, "patch_size": 4, "deepstack_visual_indexes": [0]},
+    }
+    whole = Qwen3VLMoeConfig(text_config=sizes, vision_config=vision)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(whole).bfloat16()
+    model.save_pretrained(tmp_path / "model")
+    write_tokenizer(tmp_path / "model")
+    package = packed(tmp_path / "model", tmp_path / "package")
+    report = evaluate(package, tmp_path / "model", text, show_progress=False)
+    assert 0 < report["kl_mean"] < 0.1
+    assert report["reference_is_source"]

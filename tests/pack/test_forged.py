@@ -6,10 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from packages import write_package
 
 from qsrt_pack.validate import validate
 from qsrt_runtime import load_package
 from qsrt_runtime.format.errors import FormatError
+from qsrt_runtime.format.geometry import TrueSizes
 
 
 def sha256(path: Path) -> str:
@@ -81,6 +83,29 @@ def test_pk_3a_a_changed_field_is_named(
     edit(manifest)
     forge(package, json.dumps(manifest))
     refuse(package, field)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"true_hidden_size": 129}, "true_hidden_size is 129, which is stored as 256"),
+        ({"true_intermediate_size": 257}, "true_intermediate_size is 257, which is stored as 512"),
+        ({"true_hidden_size": 128, "true_intermediate_size": 256}, "though nothing is padded"),
+        ({"true_hidden_size": 95}, "hidden_size is 96"),
+        ({"true_intermediate_size": 199}, "moe_intermediate_size is 200"),
+        ({"true_intermediate_size": None}, "true_intermediate_size"),
+        ({"true_hidden_size": 0}, "true_hidden_size"),
+        ({"true_hidden_size": None, "true_intermediate_size": None}, "hidden_size is 96"),
+    ],
+)
+def test_pk_3a_true_sizes(tmp_path: Path, changes: dict, message: str) -> None:
+    sizes = TrueSizes(96, 200)
+    folder = write_package(tmp_path / "p", sizes.padded(2), true_sizes=sizes)
+    value = json.loads((folder / "qsrt-manifest.json").read_text())
+    fields = {**value["geometry"], **changes}
+    value["geometry"] = {key: item for key, item in fields.items() if item is not None}
+    forge(folder, json.dumps(value))
+    refuse(folder, message)
 
 
 @pytest.mark.parametrize("number", ["-1", "1e999", "1.5", '"4"', "true", str(2**63), "NaN"])

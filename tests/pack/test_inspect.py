@@ -50,6 +50,8 @@ def test_a_package_of_ours(clean_package: Path) -> None:
         "experts_per_layer": 4,
         "hidden_size": 128,
         "intermediate_size": 256,
+        "true_hidden_size": 128,
+        "true_intermediate_size": 256,
         "topk": 2,
         "profile": "generic",
         "atom_slots": 8,
@@ -78,6 +80,7 @@ def test_a_package_of_ours(clean_package: Path) -> None:
         "activations": {"silu": 8, "situ": 0},
         "encoder_settings": Settings(search="fast").fingerprinted(),
         "versions": manifest["producer"]["versions"],
+        "source_format": None,
         "source_sha256": manifest["source"]["source_sha256"],
         "encoder_fingerprint": manifest["producer"]["encoder"]["fingerprint"],
         "producer_fingerprint": manifest["producer"]["fingerprint"],
@@ -121,6 +124,8 @@ def test_a_published_package(golden: Path) -> None:
         "experts_per_layer": 4,
         "hidden_size": 1024,
         "intermediate_size": 512,
+        "true_hidden_size": 1024,
+        "true_intermediate_size": 512,
         "topk": 2,
         "profile": "fruit",
         "atom_slots": 16,
@@ -148,6 +153,7 @@ def test_a_published_package(golden: Path) -> None:
         "errors": None,
         "encoder_settings": None,
         "versions": None,
+        "source_format": None,
         "source_sha256": "ff22c87301d02ea8ebd1850318d9885c6d606293ce29b7719668c05370afbe47",
         "encoder_fingerprint": "3055662eb121fb40fc413d2b26770b17aba4d66f8dc676349226b3f9d1a02052",
         "producer_fingerprint": "b7a0416b8bbde02f88d1f4b95bc2198cbda32bc05a7ddd2dd1e4ad680eb305c3",
@@ -169,6 +175,8 @@ def test_a_kimi_layer_file(golden: Path) -> None:
         "experts_per_layer": 3,
         "hidden_size": 128,
         "intermediate_size": 3072,
+        "true_hidden_size": None,
+        "true_intermediate_size": None,
         "topk": None,
         "profile": "generic",
         "atom_slots": 96,
@@ -196,7 +204,7 @@ def test_a_kimi_layer_file(golden: Path) -> None:
         },
         "bits_per_expert_weight": 8 * 1_191_936 / (2 * 3 * 128 * 3072),
         "trellis_bits_per_expert_weight": 3.0,
-        **dict.fromkeys(("activations", "errors", "encoder_settings", "versions")),
+        **dict.fromkeys(("activations", "errors", "encoder_settings", "versions", "source_format")),
         **dict.fromkeys(("source_sha256", "encoder_fingerprint", "producer_fingerprint")),
         "seal_sha256": None,
     }
@@ -209,7 +217,7 @@ def test_a_layer_file_alone_says_what_its_package_says(golden: Path) -> None:
     changed = {key for key, value in package.items() if alone[key] != value}
     assert changed == {
         *("inspected", "path", "is_ours", "topk", "activations"),
-        *("producer_fingerprint", "seal_sha256"),
+        *("producer_fingerprint", "seal_sha256", "true_hidden_size", "true_intermediate_size"),
     }
     assert [alone[key] for key in ("inspected", "is_ours", "topk")] == ["layer_file", None, None]
     assert alone["bytes"]["total"] == 2_454_536

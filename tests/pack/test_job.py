@@ -303,11 +303,12 @@ def test_qn_5a_weights_that_are_not_finite(tmp_path: Path, value: float) -> None
     assert_nothing_was_made(source, tmp_path / "out", message)
 
 
-def test_scales_beyond_float16_name_the_expert(tmp_path: Path) -> None:
+def test_scales_beyond_float16_name_the_tensor(tmp_path: Path) -> None:
     weights = checkpoints.tensors(layers=1, experts=2)
-    weights[expert_key(0, 1, "up_proj")] *= 1e12
+    name = expert_key(0, 1, "up_proj")
+    weights[name] *= 1e12
     source = small_checkpoint(tmp_path / "model", weights)
-    assert_nothing_was_made(source, tmp_path / "out", "layer 0 expert 1: .* beyond float16")
+    assert_nothing_was_made(source, tmp_path / "out", f"tensor {name}: .* is beyond float16")
 
 
 def fail_at(call: int, error: BaseException, real: Callable = produce.expert_steps) -> Callable:

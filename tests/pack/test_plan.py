@@ -113,6 +113,8 @@ def test_memory_grows_with_the_matrix_and_the_modes() -> None:
     assert more > 3 * 4 * (2048 * 1536 - 128 * 256)  # the three sources at least
     assert memory_bytes(large, replace(FAST, modes="all")) > memory_bytes(large, FAST)
     assert memory_bytes(replace(large, experts=256), FAST) == memory_bytes(large, FAST)
+    calibrated = replace(FAST, calibration_sha256="0" * 64)
+    assert memory_bytes(large, calibrated) > memory_bytes(large, FAST)
 
 
 def test_the_probe_measures() -> None:

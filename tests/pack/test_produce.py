@@ -9,7 +9,7 @@ import torch
 from checkpoints import PARTS, config, expert_key, write_checkpoint
 
 from qsrt_pack import produce
-from qsrt_pack.encode.expert import Settings
+from qsrt_pack.encode.expert import MatrixError, Settings
 from qsrt_pack.produce import PackedExpert, produce_layer
 from qsrt_pack.ranks import Ranks
 from qsrt_pack.source.checkpoint import open_checkpoint
@@ -139,7 +139,10 @@ def test_a_layer_of_zeros(tmp_path: Path) -> None:
     ("error", "message"),
     [
         (ValueError("targets hold a NaN"), "layer 0 experts 0 to 0: targets hold a NaN"),
-        (ValueError("layer 0 expert 0: too large"), "^layer 0 expert 0: too large"),
+        (
+            MatrixError(0, 0, "w2", "too large"),
+            r"model-0000\d-of-00002\.safetensors: tensor .*\.experts\.0\.down_proj\.weight: too",
+        ),
         (torch.OutOfMemoryError("full"), "layer 0 experts 0 to 0: cpu has too little memory"),
     ],
 )

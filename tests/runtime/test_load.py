@@ -15,7 +15,7 @@ import qsrt_runtime
 from qsrt_runtime import load, staging, verified
 from qsrt_runtime.format import container
 from qsrt_runtime.format.errors import FormatError
-from qsrt_runtime.format.geometry import Geometry, extent
+from qsrt_runtime.format.geometry import Geometry, TrueSizes, extent
 from qsrt_runtime.format.package import open_package
 from qsrt_runtime.format.slab import expert_pairs, unpack_expert
 from qsrt_runtime.load import load_package
@@ -238,6 +238,7 @@ def test_a_range_of_experts_that_share_their_scales(golden):
     manifest = {"layers": {"7": {"expert_count": stored.geometry.experts}}}
     package = SimpleNamespace(
         geometry=stored.geometry,
+        true_sizes=TrueSizes(stored.geometry.hidden, stored.geometry.intermediate),
         path=golden,
         layer_name=lambda _: "kimi_layer.safetensors",
         documents=SimpleNamespace(config={"hidden_act": "situ"}, manifest=manifest),

@@ -17,6 +17,10 @@ GEOMETRY = Geometry(hidden=128, intermediate=256, experts=3)
 SOURCE, ENCODER = "a" * 64, "b" * 64
 GROUPS = torch.arange(63, -1, -1)
 NMSE = {"w1": 0.015, "w3": 0.016, "w2": 0.017}
+MANIFEST = {
+    "geometry": {"hidden_size": 128, "intermediate_size": 256},
+    "producer": {"encoder": {"settings": {"modes": "all"}}},
+}
 RMS = {"w1": 0.02, "w3": 0.03, "w2": 0.04}
 
 
@@ -96,11 +100,11 @@ def test_a_layers_evidence_is_that_of_its_file(tmp_path: Path) -> None:
     assert (evidence["expert_count"], evidence["expert_ids"]) == (3, [0, 1, 2])
     assert evidence["experts"] == entries
     layer = read_layer(path)
-    manifests.check_evidence_modes(evidence, layer, {"modes": "all"}, "test")
+    manifests.check_evidence_experts(evidence, layer, MANIFEST, "test")
     assert [expert_modes(layer, number) for number in range(3)] == [(0, 0), (1, 0), (1, 1)]
     evidence["experts"][1]["mode13"] = "R0"
     with pytest.raises(FormatError, match="modes of expert 1"):
-        manifests.check_evidence_modes(evidence, layer, {"modes": "all"}, "test")
+        manifests.check_evidence_experts(evidence, layer, MANIFEST, "test")
 
 
 def test_evidence_beyond_the_schema_is_refused(tmp_path: Path) -> None:

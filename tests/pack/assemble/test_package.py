@@ -16,7 +16,7 @@ from qsrt_runtime.format import manifest as manifests
 from qsrt_runtime.format import schema
 from qsrt_runtime.format.container import layer_file_bytes
 from qsrt_runtime.format.errors import FormatError
-from qsrt_runtime.format.geometry import Geometry
+from qsrt_runtime.format.geometry import Geometry, TrueSizes
 
 SOURCE, BASE = "a" * 64, "c" * 64
 SETTINGS, GEOMETRY = Settings(), Geometry(128, 256, 4)
@@ -36,12 +36,14 @@ def manifest(
     }
     return build_manifest(
         geometry,
+        TrueSizes(geometry.hidden, geometry.intermediate),
         topk=2,
         activation="silu",
         encoder_settings=settings.fingerprinted(),
         source_sha256=source_sha256,
         base_sha256=BASE,
         evidence=evidence,
+        expert_tensors=checkpoints.NAMED,
     )
 
 

@@ -1,12 +1,17 @@
 """Layer by layer is the whole model: outputs, routes and gradients."""
 
+from functools import partial
+
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from architectures import KINDS, write_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from qsrt_pack.calibrate import capture
+from qsrt_pack.calibration_input import embedding_name
+from qsrt_pack.source.architectures import CALIBRATED
 from qsrt_pack.source.checkpoint import open_checkpoint, read_tensor
-from qsrt_pack.source.models import find_experts, one_layer_changes
+from qsrt_pack.source.models import find_experts, one_layer_changes, outer_names
 from qsrt_runtime.format.errors import FormatError
 
 CPU = torch.device("cpu")
@@ -26,10 +31,17 @@ def weights(checkpoint, *names):
     return {name: read_tensor(checkpoint, name).float() for name in names}
 
 
+def layer_weights(checkpoint, layer):
+    prefix = f"model.layers.{layer}."
+    names = [name for name in checkpoint.tensors if name.startswith(prefix)]
+    found = weights(checkpoint, *names)
+    return {name.removeprefix(prefix): weight for name, weight in found.items()}
+
+
 def runner(checkpoint, layer):
-    names = [name for name in checkpoint.tensors if name.startswith(f"model.layers.{layer}.")]
     changes = one_layer_changes(find_experts(checkpoint), layer)
-    return capture.LayerRunner(checkpoint.config, layer, changes, weights(checkpoint, *names), CPU)
+    given = layer_weights(checkpoint, layer)
+    return capture.LayerRunner(checkpoint.config, layer, changes, given, CPU)
 
 
 @pytest.fixture
@@ -108,6 +120,85 @@ def test_gradients(checkpoint, model, tokens):
     assert slope.abs().max() > 0
 
 
+class Seen:
+    """What passes through every layer of a whole model, and through its experts."""
+
+    def __init__(self, model):
+        self.before, self.after, self.routes, self.given = {}, {}, {}, {}
+        for number, layer in enumerate(model.model.layers):
+            layer.register_forward_pre_hook(partial(self.enter, number), with_kwargs=True)
+            layer.register_forward_hook(partial(self.leave, number))
+            for name, module in layer.named_modules():
+                if name.endswith(".experts"):
+                    module.register_forward_pre_hook(partial(self.route, number))
+                    module.register_forward_hook(partial(self.give, number))
+
+    def enter(self, number, _module, arguments, named):
+        self.before[number] = (*arguments, *named.values())[0]
+
+    def leave(self, number, _module, _arguments, result):
+        self.after[number] = result[0] if isinstance(result, tuple) else result
+
+    def route(self, number, _module, arguments):
+        self.routes[number] = arguments
+
+    def give(self, number, _module, _arguments, result):
+        result.retain_grad()
+        self.given[number] = result
+
+
+# Where a family has them, so that a layer that is not like the first shows.
+UNLIKE = {"num_hidden_layers": 2, "routed_scaling_factor": 1.7, "logit_scale": 0.3}
+WINDOWED = {"sliding_window": 5}
+
+
+@pytest.mark.parametrize("name", sorted(CALIBRATED))
+def test_every_architecture_that_is_calibrated(tmp_path, name):
+    """Rows, routes and gradients are those of the whole model, dense layers and kinds included."""
+    windows = WINDOWED if AutoConfig.for_model(name).to_dict().get("sliding_window") else {}
+    kinds = KINDS[name].changes.get("layer_types")
+    more = {"layer_types": kinds * 2} if kinds is not None and len(kinds) == 1 else {}
+    write_model(tmp_path, name, **UNLIKE, **windows, **more)
+    checkpoint = open_checkpoint(tmp_path)
+    experts = find_experts(checkpoint)
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+    tokens = torch.randint(96, (3, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        plain = model(tokens, use_cache=False).logits.flatten(0, 1)
+    seen = Seen(model)
+    (embedding,) = weights(checkpoint, embedding_name(checkpoint)).values()
+    start = embedding[tokens].requires_grad_()
+    logits = model(inputs_embeds=start, use_cache=False).logits.flatten(0, 1)
+    draws = torch.rand(60, generator=torch.Generator().manual_seed(1))
+    labels = capture._sample(logits.detach(), draws)
+    torch.nn.functional.cross_entropy(logits, labels, reduction="sum").backward()
+    assert torch.equal(plain, logits)
+    assert torch.equal(seen.before[0], start)
+
+    runs, rows = [runner(checkpoint, layer) for layer in range(2)], [start.detach()]
+    for layer, run in enumerate(runs):
+        with torch.no_grad(), run.watching() as routes:
+            rows.append(run(rows[-1]))
+        torch.testing.assert_close(rows[-1], seen.after[layer].detach())
+        assert len(routes) == (layer in experts.layers)
+        for found in routes:
+            for one, other in zip(found, seen.routes[layer], strict=True):
+                torch.testing.assert_close(one, other.detach())
+            assert len(found) == 3
+    outer = weights(checkpoint, *outer_names(checkpoint, experts))
+    slope = capture.loss_gradient(checkpoint.config, outer, CPU)(rows[-1].flatten(0, 1), draws)
+    slope = slope.view_as(rows[-1])
+    for layer in (1, 0):
+        slope, gradient = runs[layer].backward(rows[layer], slope)
+        assert (gradient is not None) == (layer in experts.layers)
+        if gradient is not None:
+            torch.testing.assert_close(gradient, seen.given[layer].grad.view_as(gradient))
+    torch.testing.assert_close(slope, start.grad)
+    assert slope.abs().max() > 0
+
+
 def test_labels_are_sampled_from_the_distribution():
     logits = torch.log(torch.tensor([0.1, 0.6, 0.3])).repeat(10_000, 1)
     draws = torch.rand(10_000, generator=torch.Generator().manual_seed(0))
@@ -120,16 +211,14 @@ def test_labels_are_sampled_from_the_distribution():
 def test_only_one_layer_is_in_memory(checkpoint):
     run = runner(checkpoint, 0)
     held = sum(value.numel() for value in run.model.parameters())
-    names = [name for name in checkpoint.tensors if name.startswith("model.layers.0.")]
-    layer = sum(value.numel() for value in weights(checkpoint, *names).values())
+    layer = sum(value.numel() for value in layer_weights(checkpoint, 0).values())
     assert held <= layer + 4 * checkpoint.config["hidden_size"]
 
 
 def test_weights_that_do_not_fit_are_refused(checkpoint):
-    names = [name for name in checkpoint.tensors if name.startswith("model.layers.0.")]
-    given = weights(checkpoint, *names)
+    given = layer_weights(checkpoint, 0)
     changes = one_layer_changes(find_experts(checkpoint), 0)
-    for change in ({names[0]: None}, {"model.layers.0.more.weight": torch.ones(2)}):
+    for change in ({next(iter(given)): None}, {"more.weight": torch.ones(2)}):
         changed = {n: w for n, w in (given | change).items() if w is not None}
         with pytest.raises(FormatError, match="does not take the checkpoint's tensors"):
             capture.LayerRunner(checkpoint.config, 0, changes, changed, CPU)

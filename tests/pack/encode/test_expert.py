@@ -283,11 +283,74 @@ def test_scales_beyond_float16_are_refused(name: str) -> None:
         encode(weights)
 
 
-@pytest.mark.parametrize("factor", [1e-7, 1e-3, 1e4, 1e7])
+@pytest.mark.parametrize("factor", [1e-8, 1e-7, 1e-3, 1e4, 1e5, 1e7])
 def test_the_error_does_not_depend_on_the_size(encoded: EncodedExpert, factor: float) -> None:
     scaled = encode({name: weight * factor for name, weight in normal_weights().items()})
     for name, found in scaled.nmse.items():
         assert found == pytest.approx(encoded.nmse[name], rel=0.05)
+
+
+@pytest.mark.parametrize("factor", [20, 100, 1000])
+@pytest.mark.parametrize("place", [5, (7, 5)], ids=["channel", "weight"])
+def test_what_is_huge_leaves_the_others_alone(factor: float, place: int | tuple) -> None:
+    """Columns that are far apart have scales of their own, without calibration too."""
+    weights = normal_weights()
+    weights["w1"].T[place if place == (7, 5) else (slice(None), 5)] *= factor
+    decoded = source_order(encode(weights))["w1"]
+    others = torch.arange(INTERMEDIATE) != 5
+    assert nmse(weights["w1"][5], decoded[5]) < 0.03
+    assert nmse(weights["w1"][others], decoded[others]) < (0.03 if factor < 1000 else 0.1)
+
+
+def test_powers_of_two_change_the_scales_alone() -> None:
+    """However far from 1 a matrix is, it is the same numbers that are coded."""
+    first, second = (
+        encode({name: weight * 2.0**exponent for name, weight in normal_weights().items()}).coded
+        for exponent in (-20, 30)
+    )
+    for name in SHAPES:
+        one, other = getattr(first, name), getattr(second, name)
+        assert all(torch.equal(*pair) for pair in zip(one.records, other.records, strict=True))
+        scales = [m.suh.double()[:, None] * m.svh.double() for m in (one, other)]
+        assert torch.allclose(scales[0] * 2.0**50, scales[1], rtol=2**-8)
+
+
+@pytest.mark.parametrize("modes", ["R0", "all"])
+def test_padding_comes_first_and_decodes_to_zeros(modes: str) -> None:
+    sizes = (200, 96)
+    weights = {name: w[: sizes[0], : sizes[1]] for name, w in normal_weights().items()}
+    weights["w2"] = normal_weights()["w2"][: sizes[1], : sizes[0]].clone()
+    weights = {name: weight.clone() for name, weight in weights.items()}
+    weights["w1"][:8], weights["w3"][:8], weights["w2"][:, :8] = 0, 0, 0
+    encoded = encode(weights, replace(FAST, modes=modes))
+    groups = encoded.low_to_high_groups.tolist()
+    assert groups[:16] == [*range(50, 64), 0, 1]  # before channels of the source that are 0
+    for name, decoded in source_order(encoded).items():
+        matrix, weight = (m.T if name == "w2" else m for m in (decoded, weights[name]))
+        assert matrix.shape == (256, 128)
+        assert not matrix[200:].any()
+        assert not matrix[:, 96:].any()
+        assert not matrix[:8].any()
+        assert nmse(weight, matrix[:200, :96]) == pytest.approx(encoded.nmse[name], rel=1e-6)
+        assert encoded.nmse[name] < 0.03
+
+
+@pytest.mark.parametrize("intermediate", [250, 255, 257])
+def test_a_group_of_channels_may_be_part_padding(intermediate: int) -> None:
+    generator = torch.Generator().manual_seed(6)
+    shapes = [(intermediate, 128)] * 2 + [(128, intermediate)]
+    w1, w3, w2 = (torch.randn(*shape, generator=generator) for shape in shapes)
+    encoded = encode_expert(w1, w3, w2, layer=0, expert=0, settings=FAST)
+    stored = 256 if intermediate < 256 else 512
+    full = (stored - intermediate) // 4
+    assert encoded.low_to_high_groups[:full].tolist() == list(
+        range(stored // 4 - full, stored // 4)
+    )
+    channel = channels_of_groups(encoded.low_to_high_groups)[stored_channels(stored // 128)]
+    dense = decode.dense_expert(encoded.coded)
+    assert not dense["w1"][channel >= intermediate].any()
+    kept = channel < intermediate
+    assert nmse(w1[channel[kept]], dense["w1"][kept]) < 0.03
 
 
 def test_geometry_of_four_records() -> None:

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from qsrt_pack.encode.incoherence import (
     TARGET_RMS,
+    is_uneven,
     layer_scales,
     regularize,
     scale_search_count,
@@ -103,8 +104,8 @@ def test_zero_rows(empty: tuple[slice, slice]) -> None:
     rotated, suh, svh = regularize(weight, draw_signs(256), draw_signs(128))
     assert torch.isfinite(rotated).all()
     assert torch.isfinite(suh).all()
-    assert not suh[empty[0]].half().any()  # so zeros are exact whatever the tiles decode to
-    assert suh[255 if empty[0].stop else 0].half() != 0 or not weight.any()
+    assert not suh[empty[0]].any()  # so zeros are exact whatever the tiles decode to
+    assert suh[255 if empty[0].stop else 0] != 0 or not weight.any()
     assert (restored(rotated, suh, svh) - weight).norm() <= 1e-6 * weight.norm()
 
 
@@ -119,6 +120,17 @@ def test_zero_columns(empty: slice) -> None:
     expected[empty] = 0
     assert torch.equal(svh, expected)
     assert (restored(rotated, suh, svh) - weight).norm() <= 1e-6 * weight.norm()
+
+
+@pytest.mark.parametrize(
+    ("factor", "expected"), [(0.0, False), (1.0, False), (3.0, False), (30.0, True), (1e6, True)]
+)
+def test_is_uneven(factor: float, expected: bool) -> None:
+    weight = normal(128, 256)
+    weight[:, 200:] = 0  # which counts for nothing
+    weight[:, 9] *= factor
+    assert is_uneven(weight) is expected
+    assert is_uneven(torch.zeros(128, 256)) is False
 
 
 def test_tiles_are_the_diagonal_and_the_extremes() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from qsrt_pack.encode import viterbi
 from qsrt_pack.encode.expert import Settings, encode_expert, expert_steps
-from qsrt_pack.encode.lockstep import Request, Steps, run, serve, together
+from qsrt_pack.encode.lockstep import Request, Steps, in_turn, run, serve, together
 from qsrt_runtime.format import atom, codebook, tile
 
 
@@ -72,6 +72,13 @@ def test_results_are_in_order_whatever_ends_first() -> None:
     found = run(together(steps), search)
     assert found == [("long", 3), ("none", 0), ("short", 1), ("two", 2)]
     assert [numbers for _, _, numbers in search.calls] == [[1, 4, 5], [2, 5], [3]]
+
+
+def test_in_turn_one_is_done_before_the_next_begins() -> None:
+    search = Search()
+    steps = [asks("a", [request(1)], [request(2)]), asks("none"), asks("b", [request(3)])]
+    assert run(in_turn(steps), search) == [("a", 2), ("none", 0), ("b", 1)]
+    assert [numbers for _, _, numbers in search.calls] == [[1], [2], [3]]
 
 
 def test_one_search_for_each_rate_and_method_at_each_step() -> None:

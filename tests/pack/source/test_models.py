@@ -30,9 +30,8 @@ def found(folder: Path, weights: Weights, **changes: object) -> RoutedExperts:
 
 def refused(folder: Path, weights: Weights, message: str, **changes: object) -> None:
     write_checkpoint(folder, weights=weights, config_value=config(**changes))
-    opened = open_checkpoint(folder)
     with pytest.raises(FormatError, match=message):
-        find_experts(opened)
+        find_experts(open_checkpoint(folder))
 
 
 def without_experts(weights: Weights, layer: int | None = None) -> Weights:
@@ -50,10 +49,10 @@ def test_qwen3_moe(tmp_path: Path, weights: Weights) -> None:
     assert experts.geometry == Geometry(hidden=128, intermediate=256, experts=4)
     assert (experts.layers, experts.topk, experts.activation) == ((0, 1), 2, "silu")
     expected = [expert_key(n, e, p) for n in range(2) for e in range(4) for p in PARTS]
-    assert sorted(experts.tensor_names()) == sorted(expected)
-    assert experts.tensor_name(1, 3, "w1") == expert_key(1, 3, "gate_proj")
-    assert experts.tensor_name(1, 3, "w3") == expert_key(1, 3, "up_proj")
-    assert experts.tensor_name(1, 3, "w2") == expert_key(1, 3, "down_proj")
+    assert sorted(experts.stored()) == sorted(expected)
+    assert experts.weight(1, 3, "w1").tensor == expert_key(1, 3, "gate_proj")
+    assert experts.weight(1, 3, "w3").tensor == expert_key(1, 3, "up_proj")
+    assert experts.weight(1, 3, "w2").tensor == expert_key(1, 3, "down_proj")
 
 
 def test_mixtral(tmp_path: Path, weights: Weights) -> None:
@@ -68,19 +67,8 @@ def test_mixtral(tmp_path: Path, weights: Weights) -> None:
     assert experts.geometry == Geometry(hidden=128, intermediate=256, experts=4)
     prefix = "model.layers.1.block_sparse_moe.experts.3"
     for matrix in ("w1", "w3", "w2"):
-        assert experts.tensor_name(1, 3, matrix) == f"{prefix}.{matrix}.weight"
+        assert experts.weight(1, 3, matrix).tensor == f"{prefix}.{matrix}.weight"
     refused(tmp_path / "qwen", renamed(weights, rename), "is in a layout")
-
-
-def test_cv_1a_fused_experts_are_refused_by_key(tmp_path: Path, weights: Weights) -> None:
-    fused = without_experts(weights)
-    for layer in range(2):
-        gate, up, down = (
-            torch.stack([weights[expert_key(layer, e, part)] for e in range(4)]) for part in PARTS
-        )
-        fused[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = torch.cat([gate, up], dim=1)
-        fused[f"model.layers.{layer}.mlp.experts.down_proj"] = down
-    refused(tmp_path / "m", fused, r"tensor model\.layers\.\d\.mlp\.experts\.\w+ is in a layout")
 
 
 @pytest.mark.parametrize(
@@ -88,7 +76,7 @@ def test_cv_1a_fused_experts_are_refused_by_key(tmp_path: Path, weights: Weights
     [
         (".mlp.experts.", ".ffn.expert_", "no routed experts"),
         (".mlp.experts.", ".ffn.experts.", "ffn.experts.*is in a layout"),
-        ("model.layers.", "model.language_model.layers.", "is in a layout"),
+        ("model.layers.", "model.encoder.layers.", "is in a layout"),
         ("gate_proj.weight", "gate_proj.qweight", "is in a layout"),
     ],
 )
@@ -113,12 +101,12 @@ def test_cf_1d_a_dense_model(tmp_path: Path, weights: Weights, model_type: str |
 @pytest.mark.parametrize("part", PARTS)
 def test_cv_3a_a_missing_matrix(tmp_path: Path, weights: Weights, part: str) -> None:
     left = {name: t for name, t in weights.items() if name != expert_key(1, 2, part)}
-    refused(tmp_path / "m", left, rf"is missing \(layer 1, expert 2, {part}\)")
+    refused(tmp_path / "m", left, rf"is missing \(layer 1, expert 2, {part[:-5]}\)")
 
 
 def test_cv_3b_a_layer_that_ends_early(tmp_path: Path, weights: Weights) -> None:
     left = {name: t for name, t in weights.items() if "layers.1.mlp.experts.3." not in name}
-    refused(tmp_path / "m", left, "layer 1, expert 3, gate_proj")
+    refused(tmp_path / "m", left, "layer 1, expert 3, gate")
 
 
 @pytest.mark.parametrize("parts", [PARTS, ("up_proj",)])
@@ -128,18 +116,18 @@ def test_cv_3b_an_expert_too_many(tmp_path: Path, weights: Weights, parts: tuple
 
 
 def test_cv_3b_a_layer_without_experts(tmp_path: Path, weights: Weights) -> None:
-    refused(tmp_path / "m", without_experts(weights, 1), "layer 1, expert 0, gate_proj")
+    refused(tmp_path / "m", without_experts(weights, 1), "layer 1, expert 0, gate")
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        (expert_key(7, 0, "up_proj"), "is an expert of layer 7"),
-        (expert_key(2, 0, "up_proj"), "is an expert of layer 2"),
-        ("mtp.layers.0.mlp.experts.0.up_proj.weight", "tensor mtp.*is in a layout"),
-        ("model.layers.0.mlp.experts.0.up_proj.bias", "up_proj.bias is in a layout"),
+        (expert_key(7, 0, "up_proj"), "is of layer 7, config.json counts 2 and 0"),
+        (expert_key(2, 0, "up_proj"), "is of layer 2, config.json counts 2"),
+        ("mtp.layers.0.mlp.experts.0.up_proj.weight", r"is missing \(layer 2, expert 0, gate\)"),
+        ("model.layers.0.mlp.experts.0.up_proj.bias", "up_proj.bias is a bias of experts"),
         ("model.layers.0.mlp.experts.00.up_proj.weight", "is in a layout"),
-        ("model.layers.0.mlp.experts.0.up_proj.weight_scale_inv", "is in a layout"),
+        ("model.layers.0.mlp.experts.0.up_proj.weight_scale_inv", "is part of no weight"),
     ],
 )
 def test_an_expert_tensor_that_has_no_place(
@@ -152,7 +140,7 @@ def test_an_expert_tensor_that_has_no_place(
 def test_shared_experts_are_no_routed_ones(tmp_path: Path, weights: Weights, name: str) -> None:
     shared = {f"model.layers.0.{name}.weight": weights[expert_key(0, 0, "up_proj")].clone()}
     experts = found(tmp_path / "m", weights | shared)
-    assert not shared.keys() & set(experts.tensor_names())
+    assert not shared.keys() & set(experts.stored())
 
 
 @pytest.mark.parametrize("shape", [(0, 128), (256,), (128, 256), (256, 127), (1, 256, 128)])
@@ -171,14 +159,19 @@ def test_down_has_the_shape_of_down(tmp_path: Path, weights: Weights) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "shown"),
-    [(torch.float8_e4m3fn, "F8_E4M3"), (torch.int8, "I8"), (torch.float64, "F64")],
+    [
+        (torch.float8_e4m3fn, "F8_E4M3 and without its scale, which would be"),
+        (torch.float8_e5m2, "F8_E5M2, codes that convert does not read"),
+        (torch.int8, "I8, codes that convert does not read"),
+        (torch.float64, "F64; convert reads BF16"),
+    ],
 )
 def test_a_dtype_that_is_not_read(
     tmp_path: Path, weights: Weights, dtype: torch.dtype, shown: str
 ) -> None:
     name = expert_key(1, 3, "down_proj")
     bad = {name: weights[name].to(dtype)}
-    refused(tmp_path / "m", weights | bad, f"tensor {name} is {shown}; convert reads BF16")
+    refused(tmp_path / "m", weights | bad, f"tensor {name} is {shown}")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -195,8 +188,8 @@ def test_dtypes_that_are_read(tmp_path: Path, weights: Weights, dtype: torch.dty
         ("model_type", "llama", "model_type 'llama' is not one of"),
         ("model_type", None, "model_type None is not one of"),
         ("model_type", ["qwen3_moe"], "model_type .* is not one of"),
-        ("quantization_config", {"quant_method": "fp8"}, "quantization_config is set"),
-        ("quantization_config", {}, "quantization_config is set"),
+        ("quantization_config", {"quant_method": "fp8"}, "is BF16, .*quantization_config says fp8"),
+        ("quantization_config", {}, "'quant_method' is a required property"),
         ("hidden_act", "gelu", "hidden_act is 'gelu'"),
         ("hidden_act", "gelu_pytorch_tanh", "hidden_act is 'gelu_pytorch_tanh'"),
         ("hidden_act", None, "hidden_act is None"),
@@ -206,15 +199,14 @@ def test_dtypes_that_are_read(tmp_path: Path, weights: Weights, dtype: torch.dty
         ("num_experts", True, "num_experts is True"),
         ("num_experts", 4.0, "num_experts is 4.0"),
         ("num_experts", "4", "num_experts is '4'"),
-        ("num_experts", 5, "layer 0, expert 4, gate_proj"),
+        ("num_experts", 5, "layer 0, expert 4, gate"),
         ("num_experts", 3, "is expert 3 of layer 0"),
         ("num_experts_per_tok", 5, "num_experts_per_tok is 5, more than the 4 experts"),
         ("num_experts_per_tok", None, "num_experts_per_tok is None"),
-        ("num_hidden_layers", 3, "layer 2, expert 0, gate_proj"),
-        ("num_hidden_layers", 1, "is an expert of layer 1"),
-        ("hidden_size", 192, "hidden size 192 is not a positive multiple of 128"),
-        ("moe_intermediate_size", 384, "intermediate size 384 is not a positive multiple of 256"),
-        ("moe_intermediate_size", 128, "intermediate size 128 is not a positive multiple of 256"),
+        ("num_hidden_layers", 3, "layer 2, expert 0, gate"),
+        ("num_hidden_layers", 1, "is of layer 1, config.json counts 1"),
+        ("hidden_size", 192, r"has shape \[256, 128\], expected \[256, 192\]"),
+        ("moe_intermediate_size", 384, r"has shape \[256, 128\], expected \[384, 128\]"),
         ("moe_intermediate_size", 512, r"has shape \[256, 128\], expected \[512, 128\]"),
         ("decoder_sparse_step", 0, "decoder_sparse_step is 0"),
         ("decoder_sparse_step", 3, "describes no layer with routed experts"),
@@ -266,7 +258,7 @@ def test_layers_that_the_config_leaves_dense(
     changes = {"num_hidden_layers": 4, "num_experts": 2, "mlp_only_layers": dense}
     experts = found(tmp_path / "m", weights, decoder_sparse_step=step, **changes)
     assert experts.layers == expected
-    assert len(experts.tensor_names()) == 6 * len(expected)
+    assert len(experts.stored()) == 6 * len(expected)
 
 
 def test_one_expert(tmp_path: Path) -> None:
@@ -286,10 +278,7 @@ def test_carried_tensors_are_all_others(tmp_path: Path, weights: Weights) -> Non
     ("key", "value"),
     [
         ("swiglu_limit", 10.0),
-        ("text_config", {"num_experts": 8}),
         ("first_k_dense_replace", 1),
-        ("num_nextn_predict_layers", 1),
-        ("quantization_config", {}),
     ],
 )
 def test_a_field_that_would_change_the_experts(

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from qsrt_runtime.format.errors import FormatError
-from qsrt_runtime.format.geometry import Geometry, align, extent
+from qsrt_runtime.format.geometry import Geometry, TrueSizes, align, extent
 
 FRUIT = Geometry(hidden=1024, intermediate=512, experts=256)
 KIMI = Geometry(hidden=3584, intermediate=3072, experts=896)
@@ -117,3 +117,22 @@ def test_known_extents():
 def test_refused_extents(count, parts, index):
     with pytest.raises(ValueError, match=f"part {index} of {parts} of {count}"):
         extent(count, parts, index)
+
+
+@pytest.mark.parametrize(
+    ("true", "stored", "is_padded"),
+    [
+        ((128, 256), (128, 256), False),
+        ((2688, 1536), (2688, 1536), False),
+        ((2880, 2880), (2944, 3072), True),
+        ((128, 704), (128, 768), True),
+        ((129, 256), (256, 256), True),
+        ((1, 1), (128, 256), True),
+        ((1856, 1856), (1920, 2048), True),
+    ],
+)
+def test_true_sizes(true: tuple[int, int], stored: tuple[int, int], is_padded: bool) -> None:
+    sizes = TrueSizes(*true)
+    assert sizes.padded(3) == Geometry(*stored, 3)
+    assert sizes.is_padded is is_padded
+    assert sizes.weights_per_expert == 3 * true[0] * true[1]

@@ -315,17 +315,20 @@ def test_evidence_experts(ours):
 @pytest.mark.parametrize(("field", "new"), [("mode13", "R1"), ("mode2", "R1")])
 def test_evidence_modes(ours, field, new):
     evidence, layer = read_evidence(ours, 0), read_package_layer(ours, 0)
-    manifests.check_evidence_modes(evidence, layer, {"modes": "all"}, "file")
+    manifest = copy.deepcopy(ours.documents.manifest)
+    manifest["producer"]["encoder"]["settings"]["modes"] = "all"
+    manifests.check_evidence_experts(evidence, layer, manifest, "file")
     evidence["experts"][2][field] = new
     with pytest.raises(FormatError, match="file: modes of expert 2 is "):
-        manifests.check_evidence_modes(evidence, layer, {"modes": "all"}, "file")
+        manifests.check_evidence_experts(evidence, layer, manifest, "file")
 
 
 def test_evidence_orders(ours):
     evidence, layer = read_evidence(ours, 0), read_package_layer(ours, 0)
     evidence["experts"][2]["low_to_high"] = "AAAA"
+    manifest = ours.documents.manifest
     with pytest.raises(FormatError, match="file: expert 2: low_to_high is no order of 64 groups"):
-        manifests.check_evidence_modes(evidence, layer, {"modes": "all"}, "file")
+        manifests.check_evidence_experts(evidence, layer, manifest, "file")
 
 
 @pytest.mark.parametrize("intermediate", [256, 3072])

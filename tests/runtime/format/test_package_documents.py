@@ -103,14 +103,16 @@ def test_changed_manifest(package, reseal_listing, read_all):
     found = sweep(read_all, package, MANIFEST, changed, reseal_listing)
     assert list(found) == ["geometry.topk", "producer.name", "producer.versions.qsrt"]
     assert "num_experts_per_tok is 2" in found["geometry.topk"]  # what config.json says
-    assert "'activation_parameters' was unexpected" in found["producer.name"]  # read as another's
+    assert (
+        "('activation_parameters', 'expert_tensors' were unexpected)" in found["producer.name"]
+    )  # read as another's
     assert "producer.encoder.settings.package is" in found["producer.versions.qsrt"]
 
 
 def test_manifest_without_a_key(package, reseal_listing, read_all):
     found = sweep(read_all, package, MANIFEST, lacking, reseal_listing)
     assert list(found) == ["producer.name"]
-    assert "'activation_parameters' was unexpected" in found["producer.name"]
+    assert "('activation_parameters', 'expert_tensors' were unexpected)" in found["producer.name"]
 
 
 def test_manifest_with_a_key_more(package, reseal_listing, read_all):

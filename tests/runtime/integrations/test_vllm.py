@@ -27,7 +27,8 @@ import qsrt_runtime.integrations.transformers  # noqa: F401, registers with tran
 from qsrt_pack import job
 from qsrt_pack.encode.expert import Settings
 from qsrt_runtime.format.errors import FormatError
-from qsrt_runtime.format.geometry import Geometry
+from qsrt_runtime.format.geometry import Geometry, TrueSizes
+from qsrt_runtime.format.manifest import DENSE_QUANTIZATION
 from qsrt_runtime.integrations.vllm import QsrtConfig, QsrtMoEMethod, expert_range, register
 from qsrt_runtime.load import load_package
 from qsrt_runtime.moe import moe_forward
@@ -102,12 +103,15 @@ def test_which_packages_are_ours():
     assert probe({"quant_method": "fp8", "qsrt": {}}, None) is None
 
 
-@pytest.mark.parametrize("change", [{"dense_format": "mxfp8"}, {"qsrt": None}])
-def test_quantization_that_is_not_read(change):
-    config = {"quant_method": "qsrt", "qsrt": {}, "hybrid_bit_map": {}} | change
-    config = {key: value for key, value in config.items() if value is not None}
-    with pytest.raises(FormatError, match=r"quantization_config has \[.*of which qsrt_runtime"):
-        QsrtConfig.from_config(config)
+@pytest.mark.parametrize("key", ["dense_format", DENSE_QUANTIZATION])
+def test_quantization_of_other_tensors_is_refused(key):
+    with pytest.raises(FormatError, match=f"quantization_config has {key}: tensors that are no"):
+        QsrtConfig.from_config({"quant_method": "qsrt", "qsrt": {}, key: "mxfp8"})
+
+
+def test_quantization_that_is_none_of_ours():
+    with pytest.raises(FormatError, match="quantization_config has no qsrt block"):
+        QsrtConfig.from_config({"quant_method": "qsrt"})
 
 
 def test_a_layer_is_moe_forward(build, wide):
@@ -122,15 +126,22 @@ def test_a_layer_is_moe_forward(build, wide):
     assert stored.data_ptr() == layer.quant_method.weights.atoms.data_ptr()
 
 
-def test_the_kernels_way(build, wide):
+@pytest.mark.parametrize("is_padded", [False, True])
+def test_the_kernels_way(build, wide, tmp_path, is_padded):
     """What a GPU does, by Triton's interpreter: more tokens than the workspace has room for."""
-    layer = build(apply_router_weight_on_input=True)
+    path, options, x = wide, {}, batch(tokens=17)[0]
+    if is_padded:
+        sizes = TrueSizes(100, 600)
+        path = write_package(tmp_path / "package", sizes.padded(5), layers=(1,), true_sizes=sizes)
+        options = {"model": path, "hidden_size": 100, "intermediate_size": 600}
+        x = x[:, :100]
+    layer = build(apply_router_weight_on_input=True, **options)
+    _, weights, ids = batch(tokens=17)
+    expected = moe_forward(x, load_package(path).layers[1], ids, weights, weight_on_input=True)
+    assert torch.equal(apply(layer, x, weights, ids), expected)
     method = layer.quant_method
     method.workspace = method.config.workspace(method.weights, 2, torch.float16)
     assert method.workspace is method.config.workspace(method.weights, 2, torch.float16)
-    x, weights, ids = batch(tokens=17)
-    options = {"weight_on_input": True}
-    expected = moe_forward(x, load_package(wide).layers[1], ids, weights, **options)
     found = apply(layer, x.half(), weights, ids)
     assert ((found - expected).norm() / expected.norm()).item() < 6e-4
 
