@@ -34,9 +34,10 @@ def outputs(
     package: LoadedPackage, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 ) -> dict[int, torch.Tensor]:
     """What the experts at hand give the tokens x [T, H], by layer: [T, H] float32."""
-    options = {"expert_map": package.expert_map}
-    layers = package.layers.items()
-    return {n: moe_forward(x, layer, ids, weights, **options).float() for n, layer in layers}
+    return {
+        number: moe_forward(x, layer, ids, weights, expert_map=package.expert_map).float()
+        for number, layer in package.layers.items()
+    }
 
 
 def main() -> int:
@@ -51,7 +52,7 @@ def main() -> int:
     sys.stdout.write(f"rank {dist.get_rank()}: {share.load_bytes} bytes of experts\n")
 
     generator = torch.Generator().manual_seed(0)  # the same tokens and routes on all ranks
-    x = torch.randn(TOKENS, share.geometry.hidden, generator=generator)
+    x = torch.randn(TOKENS, share.true_sizes.hidden, generator=generator)
     scores = torch.rand(TOKENS, share.geometry.experts, generator=generator)
     weights, ids = (value.to(device) for value in scores.topk(share.topk))
     x = x.to(device, torch.bfloat16 if has_gpu else torch.float32)
