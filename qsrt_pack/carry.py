@@ -4,13 +4,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from qsrt_pack.assemble.package import GIT_ATTRIBUTES, build_config
 from qsrt_pack.assemble.shards import file_pieces, write_shards
 from qsrt_pack.source.census import quantized_carried, source_formats
 from qsrt_pack.source.checkpoint import Checkpoint, read_weight
-from qsrt_pack.source.dtypes import PLAIN
+from qsrt_pack.source.dtypes import PLAIN, to_bfloat16
 from qsrt_pack.source.models import RoutedExperts, carried_tensors
 from qsrt_runtime.format import manifest as manifests
 from qsrt_runtime.format import paths, schema
@@ -62,7 +60,8 @@ def write_base(
 
     def payload(name: str) -> Iterable[bytes]:
         if name in decoded:
-            return [tensor_data(read_weight(checkpoint, name).to(torch.bfloat16))]
+            where = f"{checkpoint.path_of(checkpoint.weights[name])}: weight {name}"
+            return [tensor_data(to_bfloat16(read_weight(checkpoint, name), where))]
         shard, entry = checkpoint.tensors[name]
         return file_pieces(checkpoint.path / shard, entry.start, entry.end)
 

@@ -186,6 +186,7 @@ def convert(
     from qsrt_pack.encode.viterbi import device_kind
     from qsrt_pack.memory import give_back_what_is_freed
     from qsrt_pack.plan import describe
+    from qsrt_pack.quality import describe_worst
     from qsrt_pack.ranks import joined_ranks, rank_devices
     from qsrt_pack.workers import find_devices
 
@@ -244,7 +245,7 @@ def convert(
         if prepared.complete:
             _log.info("%s is there already; checking it", out)
         evidence = job.run(prepared, show_progress=show_progress, ranks=ranks)
-    _log.info("%s", job.describe_worst(evidence))
+    _log.info("%s", describe_worst(evidence))
     _log.info("complete; check it with: qsrt-pack validate --deep %s", shlex.quote(str(out)))
 
 

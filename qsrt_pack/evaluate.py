@@ -66,11 +66,13 @@ def evaluate(
     tokens = tokenize(reference, data, vocabulary, text)
     longest = getattr(config, "max_position_embeddings", None)
     size, count = count_windows(len(tokens), longest, window, windows, text)
-    original, packed = _reference_model(checkpoint, naming), _packed_model(dense)
+    models = (_reference_model(checkpoint, naming), _packed_model(dense))
     totals = _Totals()
     with bar("eval", count, "windows", show_progress) as advance, torch.inference_mode():
         for row in tokens[: count * size].unflatten(0, (count, size)):
-            totals.add(original(row[None]).logits[0], packed(row[None]).logits[0], row)
+            with blaming(reference, "run"):
+                logits = [model(row[None], use_cache=False).logits[0] for model in models]
+            totals.add(*logits, row)
             advance(1)
     source_sha256 = dense.package.documents.manifest["source"]["source_sha256"]
     report = {

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from qsrt_pack.assemble.layer import layer_evidence, worst_experts
+from qsrt_pack.assemble.layer import layer_evidence
 from qsrt_pack.assemble.package import (
     build_manifest,
     build_producer,
@@ -36,6 +36,7 @@ from qsrt_pack.output import (
 from qsrt_pack.plan import make_plan
 from qsrt_pack.produce import produce_layer
 from qsrt_pack.progress import bar
+from qsrt_pack.quality import report_expert, report_layer
 from qsrt_pack.ranks import Ranks
 from qsrt_pack.source.census import quantized_carried
 from qsrt_pack.source.checkpoint import (
@@ -71,10 +72,8 @@ from qsrt_runtime.format.package import (
 )
 
 _log = logging.getLogger(__name__)
-_WORST_SHOWN = 5
 _ALONE = Ranks()
 _CPU = (torch.device("cpu"),)
-_POOR_NMSE = 0.1  # six times what a matrix has at 3 bits: its scales are below float16's
 
 Evidence = dict[int, dict[str, Any]]  # the evidence document of each layer
 
@@ -373,7 +372,7 @@ def _write_layers(
             layers = {**state.layers, layer: digest}
             write_state(state_file(job.out), replace(state, layers=layers))
             state.layers[layer] = digest
-            _report_layer(layer, evidence[layer]["experts"], time.perf_counter() - start)
+            report_layer(layer, evidence[layer]["experts"], time.perf_counter() - start)
 
 
 def _write_layer(
@@ -394,48 +393,12 @@ def _write_layer(
         for expert in produce_layer(*source, layer, ranks, rows):
             entry, stored = expert.entry, (expert.bundles, expert.shared_scales, expert.modes)
             writer.write_bundles(entry["expert"], *stored)
-            _report_expert(layer, entry)
+            report_expert(layer, entry)
             entries.append(entry)
             advance(geometry.weights_per_expert)
     evidence = layer_evidence(writer, job.settings.search, entries)
     paths.write_file(folder / manifests.evidence_file_name(layer), schema.dump(evidence))
     return evidence
-
-
-def _report_expert(layer: int, entry: dict[str, Any]) -> None:
-    where = f"layer {layer} expert {entry['expert']}"
-    errors = entry["nmse"]
-    zero = [name for name in entry["zero_matrices"] if not errors[name]]
-    lost = [name for name in entry["zero_matrices"] if errors[name]]
-    kept = errors.keys() - entry["zero_matrices"]
-    if entry["tokens"] is not None:  # calibrated, errors of weights mean little
-        kept = set()
-    poor = [name for name in errors if name in kept and errors[name] > _POOR_NMSE]
-    for names, what in (
-        (zero, "all zero"),
-        (lost, "too small for float16 scales, decodes to zeros"),
-        (poor, "coded poorly"),
-    ):
-        if names:
-            _log.warning("%s: %s %s", where, ", ".join(names), what)
-    _log.debug("%s: NMSE %s", where, _mean_nmse([entry]))
-
-
-def _report_layer(layer: int, entries: list[dict[str, Any]], seconds: float) -> None:
-    worst = max(entries, key=lambda entry: max(entry["nmse"].values()))
-    _log.info(
-        "layer %d: NMSE %s, worst expert %d %.5f, %.1f s",
-        layer,
-        _mean_nmse(entries),
-        worst["expert"],
-        max(worst["nmse"].values()),
-        seconds,
-    )
-
-
-def _mean_nmse(entries: list[dict[str, Any]]) -> str:
-    means = {m: sum(e["nmse"][m] for e in entries) / len(entries) for m in ("w1", "w3", "w2")}
-    return " ".join(f"{matrix} {mean:.5f}" for matrix, mean in means.items())
 
 
 def _write_documents(job: Job, folder: Path, source_sha256: str, evidence: Evidence) -> None:
@@ -456,13 +419,3 @@ def _write_documents(job: Job, folder: Path, source_sha256: str, evidence: Evide
     config = package_config(job.checkpoint, manifest, job.loader, job.carried_as)
     paths.write_file(folder / manifests.MANIFEST, schema.dump(manifest))
     paths.write_file(folder / manifests.CONFIG, schema.dump(config))
-
-
-def describe_worst(evidence: Evidence) -> str:
-    """A table of the experts with the largest weight error of any matrix."""
-    lines = [f"{'layer':>5} {'expert':>6}  modes   {'NMSE w1':>9} {'w3':>9} {'w2':>9}"]
-    for layer, entry in worst_experts(evidence, _WORST_SHOWN):
-        errors = " ".join(f"{entry['nmse'][matrix]:9.5f}" for matrix in ("w1", "w3", "w2"))
-        modes = f"{entry['mode13']} {entry['mode2']}"
-        lines.append(f"{layer:5} {entry['expert']:6}  {modes}   {errors}")
-    return "\n".join(["worst experts", *lines])

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from qsrt_pack.encode.expert import Settings, modes_tried, scale_search_weights
+from qsrt_pack.encode.expert import Settings, modes_tried
+from qsrt_pack.encode.matrix import scale_search_weights
 from qsrt_pack.encode.viterbi import search
 from qsrt_pack.guide import row_bytes
 from qsrt_pack.source.census import source_formats
@@ -53,10 +54,8 @@ def make_plan(
     finished: layers that a stopped run has left.   carried_as: see carried_tensors.
     """
     geometry = experts.geometry
-    base, formats = (
-        carried_tensors(checkpoint, experts, carried_as),
-        source_formats(checkpoint, experts),
-    )
+    base = carried_tensors(checkpoint, experts, carried_as)
+    formats = source_formats(checkpoint, experts)
     base_bytes = sum(tensor_bytes(*spec) for spec in base.values())
     side_bytes = sum((checkpoint.path / name).stat().st_size for name in checkpoint.carried)
     layer_bytes = container.layer_file_bytes(geometry)

@@ -15,13 +15,13 @@ from qsrt_pack.calibrate.statistics import PARTS, LayerRows, most_rows
 from qsrt_pack.encode import lockstep
 from qsrt_pack.encode.expert import (
     EncodedExpert,
-    HiddenSide,
     MatrixError,
     Modes,
     Settings,
     expert_steps,
 )
 from qsrt_pack.encode.incoherence import layer_scales
+from qsrt_pack.encode.matrix import HiddenSide
 from qsrt_pack.encode.ordered import one_thread, ordered_mean_square, ordered_sum
 from qsrt_pack.encode.padding import unpad_matrices
 from qsrt_pack.encode.viterbi import search

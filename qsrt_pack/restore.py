@@ -11,6 +11,7 @@ from qsrt_pack.encode.padding import unpad_matrices
 from qsrt_pack.output import check_output, replacing
 from qsrt_pack.progress import bar
 from qsrt_pack.source import quantization
+from qsrt_pack.source.dtypes import to_bfloat16
 from qsrt_pack.source.formats import read_weight
 from qsrt_pack.source.models import RoutedExperts, packed_experts
 from qsrt_pack.source.naming import ExpertWeight
@@ -20,6 +21,7 @@ from qsrt_runtime.format import decode, paths, schema
 from qsrt_runtime.format import manifest as manifests
 from qsrt_runtime.format.container import Layer
 from qsrt_runtime.format.errors import FormatError
+from qsrt_runtime.format.evidence import low_to_high
 from qsrt_runtime.format.geometry import RECORD
 from qsrt_runtime.format.package import (
     Package,
@@ -41,7 +43,8 @@ class DensePackage:
 
     tensors: what the carried shards hold.   base: what that decodes to, by name.
     experts: shape of every tensor of experts by name, in the source's own layout.
-    Keeps the layer and the expert read last, so that reading in order decodes each once.
+    Keeps the layer and the expert read last, so that reading in order decodes each once, and
+    twice where experts are stacked: gate and up of all come before down of all.
     """
 
     def __init__(self, path: Path) -> None:
@@ -96,7 +99,7 @@ class DensePackage:
         """One expert's decoded matrix [out, in] float32 in the source's channel order."""
         if self._expert is None or self._expert[:2] != (number, expert):
             layer, evidence = self._read_layer(number)
-            order = manifests.low_to_high(
+            order = low_to_high(
                 evidence["experts"][expert]["low_to_high"],
                 layer.geometry.intermediate,
                 f"{self.package.evidence_name(number)}: expert {expert}",
@@ -130,12 +133,12 @@ def decode_package(
     dense = DensePackage(path)
     check_output(out, path, overwrite)
     config = dense_config(dense.package)
-    kind = dtype or config.get("dtype") or config.get("torch_dtype") or "float32"
+    stated = manifests.text_config(config)
+    kind = dtype or stated.get("dtype") or stated.get("torch_dtype") or "float32"
     if not isinstance(kind, str) or kind not in DTYPES:
         raise FormatError(f"{path}: dtype {kind!r} is not one of {sorted(DTYPES)}; give --dtype")
     if dtype is not None:  # else transformers would load the experts in the old one
-        config = {key: value for key, value in config.items() if key != "torch_dtype"}
-        config["dtype"] = dtype
+        config = _with_dtype(config, dtype)
     with (
         replacing(out, overwrite=overwrite) as folder,
         bar("decode", dense.block_count, "tensors", show_progress) as advance,
@@ -144,7 +147,8 @@ def decode_package(
         def payload(name: str) -> Iterable[bytes]:
             if name in dense.base:
                 if not dense.base[name].is_plain:
-                    return [tensor_data(dense.base_weight(name).to(torch.bfloat16))]
+                    weight = to_bfloat16(dense.base_weight(name), f"{path}: weight {name}")
+                    return [tensor_data(weight)]
                 shard, entry = dense.tensors[name]
                 return file_pieces(path / shard, entry.start, entry.end)
             return decoded(name)
@@ -171,6 +175,14 @@ def dense_config(package: Package) -> dict[str, Any]:
     return {key: value for key, value in package.documents.config.items() if key not in added}
 
 
+def _with_dtype(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """A config.json that states a dtype, of the text model in it too."""
+    changed = {key: value for key, value in config.items() if key != "torch_dtype"}
+    if isinstance(config.get("text_config"), dict):
+        changed["text_config"] = _with_dtype(config["text_config"], dtype)
+    return changed | {"dtype": dtype}
+
+
 def _kept_quantization(package: Package) -> Quantization:
     """What the source said of the carried tensors, where they are as they were."""
     kept = package.documents.quantization.get(manifests.DENSE_QUANTIZATION)
@@ -178,14 +190,12 @@ def _kept_quantization(package: Package) -> Quantization:
     return quantization.read_quantization(config, str(package.path / manifests.CONFIG))
 
 
-def source_order(
-    weights: dict[str, torch.Tensor], low_to_high: torch.Tensor
-) -> dict[str, torch.Tensor]:
+def source_order(weights: dict[str, torch.Tensor], order: torch.Tensor) -> dict[str, torch.Tensor]:
     """Dense matrices from stored order to the source's order of intermediate channels.
 
-    weights: w1, w3 [I, H], w2 [H, I].   low_to_high: [I], see qsrt_runtime.format.manifest.
+    weights: w1, w3 [I, H], w2 [H, I].   order: [I], see evidence.low_to_high.
     """
-    channel = low_to_high[stored_channels(len(low_to_high) // RECORD)]
+    channel = order[stored_channels(len(order) // RECORD)]
     place = torch.argsort(channel)
     return {m: w[:, place] if m == "w2" else w[place] for m, w in weights.items()}
 

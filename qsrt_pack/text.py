@@ -56,12 +56,15 @@ def count_windows(
 
 
 @contextmanager
-def blaming(path: Path) -> Iterator[None]:
-    """Errors of transformers, of whatever type, as one line about the folder that caused them."""
+def blaming(path: Path, what: str = "load") -> Iterator[None]:
+    """Errors of transformers, of whatever type, as one line about the folder that caused them.
+
+    what: it was to do with the model.
+    """
     try:
         yield
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise FormatError(
-            f"transformers cannot load {path}: {type(error).__name__}: {reason}"
+            f"transformers cannot {what} {path}: {type(error).__name__}: {reason}"
         ) from error

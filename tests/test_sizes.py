@@ -28,6 +28,7 @@ from qsrt_runtime import load_package, moe_forward, moe_forward_reference
 from qsrt_runtime.arguments import padded_rows
 from qsrt_runtime.format import decode, manifest, paths, schema
 from qsrt_runtime.format.errors import FormatError
+from qsrt_runtime.format.evidence import low_to_high
 from qsrt_runtime.format.geometry import Geometry, TrueSizes
 from qsrt_runtime.format.package import open_package, read_evidence, read_package_layer, seal
 from qsrt_runtime.format.slab import unpack_expert
@@ -137,7 +138,7 @@ def test_cf_6b_padding_inside_gate_and_inside_up(odd: Path) -> None:
     source = checkpoints.tensors(layers=1, experts=2, hidden=96, intermediate=704)
     for expert in range(2):
         where = evidence["experts"][expert]["low_to_high"]
-        order = manifest.low_to_high(where, 768, "test")
+        order = low_to_high(where, 768, "test")
         assert sorted(order[:64].tolist()) == list(range(704, 768))  # least important
         coded = unpack_expert(layer, expert)
         for suh, svh in ((coded.w1.suh, coded.w1.svh), (coded.w3.suh, coded.w3.svh)):

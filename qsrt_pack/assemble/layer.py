@@ -7,6 +7,7 @@ import torch
 from qsrt_runtime.format import atom, codebook, container, schema
 from qsrt_runtime.format import manifest as manifests
 from qsrt_runtime.format.container import LayerWriter
+from qsrt_runtime.format.evidence import encode_low_to_high
 
 
 def expert_evidence(
@@ -38,7 +39,7 @@ def expert_evidence(
         "tokens": tokens,
         "fallback": fallback,
         "zero_matrices": sorted(zeros),
-        "low_to_high": manifests.encode_low_to_high(low_to_high_groups),
+        "low_to_high": encode_low_to_high(low_to_high_groups),
     }
 
 

@@ -10,7 +10,7 @@ class LayerRule:
     """Which layers have experts, by keys of config.json; one that is not there rules nothing out.
 
     Layer l has them if first <= l <= last, (l - offset) is a multiple of step, it is not listed
-    under dense, and kinds, a list, does not say "dense" for it.
+    under dense, and kinds, a list, does not say "dense" for it.   last: -1 for the last of all.
     step: may also hold a list by layer, of 1 for those with experts.   offset: a key, or the number
     itself.   listed: of the layers with experts; where it is set, nothing else counts.
     """

@@ -8,10 +8,11 @@ from qsrt_pack.source.architectures import ARCHITECTURES, Architecture, LayerRul
 from qsrt_pack.source.naming import MATRICES, ExpertWeight, Naming
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.geometry import Geometry, TrueSizes
-from qsrt_runtime.format.manifest import text_config
+from qsrt_runtime.format.manifest import same_by_layer, text_config
 
 # Keys of config.json for the number of experts; transformers 5 renames the first on saving.
 _EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_TOPK = "num_experts_per_tok"  # which transformers saves by another name for some families
 # Keys of config.json for the number of layers of next-token prediction.
 _NEXTN = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 # Keys that name an activation.
@@ -90,20 +91,20 @@ def described_experts(config: dict[str, Any], where: str) -> RoutedExperts:
         _size(config, "hidden_size", where), _size(config, architecture.intermediate, where)
     )
     count = _size(config, "num_hidden_layers", where, MAX_LAYERS)
+    topk = _TOPK if config.get(architecture.topk) is None and _TOPK in config else architecture.topk
     experts = RoutedExperts(
         model_type=model_type,
         architecture=architecture,
         geometry=sizes.padded(_expert_count(config, where)),
         true_sizes=sizes,
         layers=_expected_layers(config, architecture.layers, count, where),
-        topk=_size(config, architecture.topk, where),
+        topk=_size(config, topk, where),
         activation=activation,
         naming=Naming(architecture.layouts[0], MODEL_PREFIX, count),
     )
     if experts.topk > experts.geometry.experts:
         raise FormatError(
-            f"{where}: {architecture.topk} is {experts.topk}, more than "
-            f"the {experts.geometry.experts} experts"
+            f"{where}: {topk} is {experts.topk}, more than the {experts.geometry.experts} experts"
         )
     return experts
 
@@ -139,16 +140,14 @@ def nextn_count(config: dict[str, Any], where: str) -> int | None:
 
 
 def _size(config: dict[str, Any], key: str, where: str, limit: int = _MAX_SIZE) -> int:
-    value = config.get(key)
-    if isinstance(value, list) and value and all(each == value[0] for each in value):
-        value = value[0]  # one for each layer, all alike
+    value = same_by_layer(config.get(key))
     if type(value) is not int or not 0 < value <= limit:
         raise FormatError(f"{where}: {key} is {value!r:.99}, expected an integer in 1..{limit}")
     return value
 
 
 def _expert_count(config: dict[str, Any], where: str) -> int:
-    keys = [key for key in _EXPERT_COUNTS if key in config] or [_EXPERT_COUNTS[0]]
+    keys = [key for key in _EXPERT_COUNTS if config.get(key) is not None] or [_EXPERT_COUNTS[0]]
     counts = {key: _size(config, key, where, _MAX_EXPERTS) for key in keys}
     if len(set(counts.values())) > 1:
         raise FormatError(f"{where}: the number of experts is in conflict: {counts}")
@@ -159,7 +158,8 @@ def _expected_layers(
     config: dict[str, Any], rule: LayerRule, count: int, where: str
 ) -> tuple[int, ...]:
     first = _number(config, rule.first, 0, where)
-    last = _number(config, rule.last, count - 1, where)
+    last = _number(config, rule.last, -1, where, least=-1)
+    last = count - 1 if last == -1 else last
     flags = _flags(config, rule.step, count, where)
     step = _number(config, rule.step, 1, where, least=1) if flags is None else 1
     offset = rule.offset if type(rule.offset) is int else _number(config, rule.offset, 0, where)

@@ -6,6 +6,8 @@ float8_e4m3fn.
 
 import torch
 
+from qsrt_runtime.format.errors import FormatError
+
 PLAIN = ("BF16", "F16", "F32")
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_VALUES = torch.tensor([*_E2M1, *(-value for value in _E2M1)])
@@ -16,6 +18,14 @@ _E8M0_VALUES = torch.tensor([*(2.0 ** (byte - 127) for byte in range(255)), floa
 def to_float32(tensor: torch.Tensor) -> torch.Tensor:
     """A bfloat16, float16, float32 or float8_e4m3fn tensor as float32."""
     return tensor.to(torch.float32)
+
+
+def to_bfloat16(weight: torch.Tensor, where: str) -> torch.Tensor:
+    """A decoded weight for storing; FormatError where a number of it is, or becomes, infinite."""
+    rounded = weight.to(torch.bfloat16)
+    if not torch.isfinite(rounded).all():
+        raise FormatError(f"{where} does not fit into bfloat16; expected finite weights")
+    return rounded
 
 
 def e2m1_to_float32(codes: torch.Tensor) -> torch.Tensor:

@@ -164,9 +164,10 @@ def _check_supported(checkpoint: Checkpoint, where: str) -> None:
 def _find_naming(checkpoint: Checkpoint, experts: RoutedExperts) -> Naming:
     names = [name for name in checkpoint.weights if _is_expert(name)]
     apart = [name for name in names if name.startswith(MTP_PREFIX)]
+    inside = [name for name in names if not name.startswith(MTP_PREFIX)]
     layouts, count = experts.architecture.layouts, experts.naming.count
     usual = [Naming(layout, prefix, count) for prefix in PREFIXES for layout in layouts]
-    naming = _choose(checkpoint, experts, usual, [n for n in names if n not in apart] or names)
+    naming = _choose(checkpoint, experts, usual, inside or names)
     if not apart:
         return naming
     return _choose(

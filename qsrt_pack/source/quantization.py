@@ -14,7 +14,6 @@ from qsrt_runtime.format.errors import FormatError
 KEY = "quantization_config"
 _TEXT = "text_config"  # where a model of images and text has its text model
 _LISTS = ("modules_to_not_convert", "ignored_layers", "exclude_modules", "ignore")
-_DEFAULT_BLOCK = (128, 128)  # of quant_method fp8 without weight_block_size, as in transformers
 _MODELOPT = {"FP8": "fp8", "NVFP4": "nvfp4"}
 
 
@@ -69,9 +68,12 @@ class Quantization:
 
 def stated(config: dict[str, Any]) -> Any:
     """The quantization_config of a config.json, or of the text model in it; None without one."""
-    inner = config.get(_TEXT)
-    found = [level.get(KEY) for level in (config, inner) if isinstance(level, dict)]
-    return next((value for value in found if value is not None), None)
+    return next(iter(_all_stated(config)), None)
+
+
+def _all_stated(config: dict[str, Any]) -> list[Any]:
+    levels = [level for level in (config, config.get(_TEXT)) if isinstance(level, dict)]
+    return [level[KEY] for level in levels if level.get(KEY) is not None]
 
 
 def without(config: dict[str, Any]) -> dict[str, Any]:
@@ -84,9 +86,12 @@ def without(config: dict[str, Any]) -> dict[str, Any]:
 
 def read_quantization(config: dict[str, Any], where: str) -> Quantization:
     """Read config.json's quantization_config; FormatError for a method that is not read."""
-    value = stated(config)
-    if value is None:
+    found = _all_stated(config)
+    if not found:
         return Quantization(None, _modules([], where), ())
+    value = found[0]
+    if found[-1] != value:
+        raise FormatError(f"{where} has a {KEY} and another in {_TEXT}; which is meant")
     where = f"{where}: {KEY}"
     if isinstance(value, dict) and isinstance(value.get("quantization"), dict):
         value = {**value, **value["quantization"]}  # older modelopt
@@ -98,7 +103,7 @@ def read_quantization(config: dict[str, Any], where: str) -> Quantization:
     if method == "modelopt":
         scheme = Scheme((_MODELOPT[value["quant_algo"]],))
     elif method == "fp8":
-        block = value.get("weight_block_size", _DEFAULT_BLOCK)
+        block = value.get("weight_block_size")
         scheme = Scheme(("fp8", "mxfp4"), block and tuple(block))
     else:
         scheme = Scheme((method,))
@@ -121,8 +126,10 @@ def _modules(names: list[str], where: str) -> _Modules:
     """Modules by name, by `re:` and an expression, or with * for anything."""
     expressions = [name.removeprefix("re:") for name in names if name.startswith("re:")]
     globs = [name for name in names if "*" in name and not name.startswith("re:")]
+    if globs:  # as one, since there may be hundreds, and modules by the hundred thousand
+        expressions.append("|".join(map(fnmatch.translate, globs)))
     try:
-        patterns = [re.compile(each) for each in expressions + list(map(fnmatch.translate, globs))]
+        patterns = [re.compile(each) for each in expressions]
     except re.error as error:
         raise FormatError(f"{where}: {error.pattern!r} is no regular expression") from None
     return _Modules(frozenset(names) - set(globs), tuple(patterns))

@@ -33,7 +33,7 @@ def find_weights(folder: Path, tensors: Tensors, quantization: Quantization) -> 
     """
     weights: dict[str, Weight] = {}
     for name, (shard, entry) in tensors.items():
-        where = f"{folder / shard}: tensor {name}"
+        where = f"{folder}/{shard}: tensor {name}"
         fits = [(f, w) for f in FORMATS if (w := _weight_name(f, name, entry.dtype, tensors))]
         if len(fits) > 1:
             suffixes = " and ".join(form.parts["scales"][0] for form, _ in fits)

@@ -1,16 +1,13 @@
 """The documents of a package and the cross-field rules that a schema cannot say.
 
-Every rule about two fields, or two files, that must agree stands here; what one field may hold
-stands in schemas/.
+Every rule about two fields, or two files, that must agree stands here, or in evidence.py where one
+of them is a layer's evidence; what one field may hold stands in schemas/.
 """
 
-import base64
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from qsrt_runtime.format import atom, codebook, container, rates, schema, slab
+from qsrt_runtime.format import codebook, container, rates, schema, slab
 from qsrt_runtime.format.container import Layer
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.geometry import Geometry, TrueSizes
@@ -86,6 +83,12 @@ def true_sizes_of(manifest: dict[str, Any]) -> TrueSizes:
 
 def layers_of(manifest: dict[str, Any]) -> list[int]:
     return sorted(int(key) for key in manifest["layers"])
+
+
+def same_by_layer(value: Any) -> Any:
+    """A value of config.json, which some families state as a list by layer, all alike."""
+    is_same = isinstance(value, list) and value and all(each == value[0] for each in value)
+    return value[0] if is_same else value
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -175,7 +178,7 @@ def check_layer(layer: Layer, key: int, documents: Documents, where: str) -> Non
             manifest["producer"]["encoder"]["fingerprint"],
         )
     for field, (found, expected) in stated.items():
-        _require_equal(found, expected, field, where, MANIFEST)
+        require_equal(found, expected, field, where, MANIFEST)
     if (layer.format_codes == rates.X4T).any():
         expert = int((layer.format_codes == rates.X4T).nonzero()[0])
         slab.expert_modes(layer, expert)  # refuses X4T by name
@@ -183,87 +186,11 @@ def check_layer(layer: Layer, key: int, documents: Documents, where: str) -> Non
         raise FormatError(f"{where}: scales of padded hidden channels are not all 0")
 
 
-def check_evidence(evidence: dict[str, Any], key: int, documents: Documents, where: str) -> None:
-    """Refuse an evidence file that disagrees with the manifest."""
-    manifest = documents.manifest
-    entry = manifest["layers"][str(key)]
-    experts = entry["expert_count"]
-    stated = {
-        "layer": key,
-        "codebook": manifest["codebook"],
-        "profile_id": manifest["profile_id"],
-        "schema": manifest["storage_schema"],
-        "encoder_fingerprint": manifest["producer"]["encoder"]["fingerprint"],
-        "source_sha256": manifest["source"]["source_sha256"],
-        "expert_count": experts,
-        "expert_ids": list(range(experts)),
-        "safetensors_file": entry["qsrt_atoms"],
-        "safetensors_bytes": entry["bytes"],
-        "safetensors_sha256": entry["sha256"],
-    }
-    for field, expected in stated.items():
-        _require_equal(evidence[field], expected, field, where, MANIFEST)
-    if documents.is_ours:
-        settings = manifest["producer"]["encoder"]["settings"]
-        _require_equal(evidence["search"], settings["search"], "search", where, MANIFEST)
-        found = [item["expert"] for item in evidence["experts"]]
-        _require_equal(found, list(range(experts)), "experts", where, MANIFEST)
-
-
-def check_evidence_experts(
-    evidence: dict[str, Any], layer: Layer, manifest: dict[str, Any], where: str
-) -> None:
-    """Refuse evidence whose modes or channel orders disagree with layer file and manifest.
-
-    Where the layer has all of its slots, the scales of padded channels are looked at too.
-    """
-    settings = manifest["producer"]["encoder"]["settings"]
-    if settings["modes"] == "R0" and layer.format_codes.any():
-        expert = int(layer.format_codes.nonzero()[0])
-        raise FormatError(
-            f"{where}: expert {expert} is not R0, the encoder's settings say modes R0"
-        )
-    has_all = len(layer.slots) == layer.geometry.slots
-    intermediate = true_sizes_of(manifest).intermediate
-    stored = rates.stored_channels(layer.geometry.records)
-    for item in evidence["experts"]:
-        expert = item["expert"]
-        found = (item["mode13"], item["mode2"])
-        expected = tuple(f"R{mode}" for mode in slab.expert_modes(layer, expert))
-        _require_equal(found, expected, f"modes of expert {expert}", where, "the layer file")
-        at = f"{where}: expert {expert}"
-        order = low_to_high(item["low_to_high"], layer.geometry.intermediate, at)
-        padded = order[stored] >= intermediate
-        if has_all and padded.any():
-            scales = atom.local_scales(slab.expert_bundles(layer, expert))
-            if scales[:, padded].any():
-                raise FormatError(
-                    f"{at}: scales of padded intermediate channels are not all 0 in the layer file"
-                )
-
-
-def encode_low_to_high(groups: torch.Tensor) -> str:
-    """[I/4] group numbers, least important first -> base64 of little-endian uint16."""
-    return base64.b64encode(b"".join(g.to_bytes(2, "little") for g in groups.tolist())).decode()
-
-
-def low_to_high(text: str, intermediate: int, where: str) -> torch.Tensor:
-    """The source channel at each low-to-high place: [I] int64, from an evidence entry."""
-    try:
-        data = bytearray(base64.b64decode(text, validate=True))
-    except ValueError:
-        raise FormatError(f"{where}: low_to_high is not base64") from None
-    groups = [int.from_bytes(data[i : i + 2], "little") for i in range(0, len(data), 2)]
-    if len(data) % 2 or sorted(groups) != list(range(intermediate // 4)):
-        raise FormatError(f"{where}: low_to_high is no order of {intermediate // 4} groups")
-    return (torch.tensor(groups)[:, None] * 4 + torch.arange(4)).flatten()
-
-
 def _check_manifest(documents: Documents, where: str) -> None:
     manifest = documents.manifest
     fields, entries = manifest["geometry"], manifest["layers"]
     geometry = geometry_of(manifest)
-    _require_equal(fields["layers"], layers_of(manifest), "geometry.layers", where, "layers")
+    require_equal(fields["layers"], layers_of(manifest), "geometry.layers", where, "layers")
     if fields["topk"] > fields["experts_per_layer"]:
         raise FormatError(
             f"{where}: geometry.topk is {fields['topk']}, more than experts_per_layer "
@@ -272,7 +199,7 @@ def _check_manifest(documents: Documents, where: str) -> None:
     names: set[str] = set()
     for key, entry in entries.items():
         at = f"layers.{key}"
-        _require_equal(
+        require_equal(
             entry["expert_count"], geometry.experts, f"{at}.expert_count", where, "geometry"
         )
         for field in ("qsrt_atoms", "evidence"):
@@ -316,7 +243,7 @@ def _check_own_manifest(manifest: dict[str, Any], geometry: Geometry, where: str
                     f"{where}: layers.{key}.activation names expert {expert} of {geometry.experts}"
                 )
     for field, (found, expected) in derived.items():
-        _require_equal(found, expected, field, where, "what it follows from")
+        require_equal(found, expected, field, where, "what it follows from")
 
 
 def _check_true_sizes(fields: dict[str, Any], geometry: Geometry, where: str) -> None:
@@ -353,14 +280,14 @@ def check_config(
     }
     for key, expected in stated.items():
         if config.get(key) is not None:
-            _require_equal(config[key], expected, key, where, "the experts")
+            require_equal(same_by_layer(config[key]), expected, key, where, "the experts")
 
 
 def _check_descriptor(documents: Documents, where: str) -> None:
     quantization, manifest = documents.quantization, documents.manifest
     block = quantization["qsrt"]
     for field, expected in descriptor(manifest).items():
-        _require_equal(block[field], expected, f"quantization_config.qsrt.{field}", where, MANIFEST)
+        require_equal(block[field], expected, f"quantization_config.qsrt.{field}", where, MANIFEST)
     carried_as = manifest.get("source_format", {}).get("carried_as", "bf16")
     if (DENSE_QUANTIZATION in quantization) != (carried_as == "stored"):
         raise FormatError(
@@ -369,10 +296,10 @@ def _check_descriptor(documents: Documents, where: str) -> None:
         )
     bit_map = quantization["hybrid_bit_map"]
     at = "quantization_config.hybrid_bit_map"
-    _require_equal(sorted(map(int, bit_map)), layers_of(manifest), at, where, MANIFEST)
+    require_equal(sorted(map(int, bit_map)), layers_of(manifest), at, where, MANIFEST)
     for key, bits in bit_map.items():
         experts = manifest["layers"][key]["expert_count"]
-        _require_equal(len(bits), experts, f"{at}.{key}", where, MANIFEST)
+        require_equal(len(bits), experts, f"{at}.{key}", where, MANIFEST)
         if 4 in bits:
             raise FormatError(
                 f"{where}: {at}.{key} keeps expert {bits.index(4)} exact (X4T), "
@@ -389,13 +316,13 @@ def _check_activations(documents: Documents, where: str) -> None:
         if "activation" in entry and config.get("hidden_act") is not None:
             at = f"layers.{layer}.activation.default"
             default = entry["activation"]["default"]
-            _require_equal(default, config.get("hidden_act"), at, f"{where}/{MANIFEST}", CONFIG)
+            require_equal(default, config.get("hidden_act"), at, f"{where}/{MANIFEST}", CONFIG)
     if "situ" in used:
         for key, expected in (
             ("activation_situ_beta", SITU_BETA),
             ("activation_situ_linear_beta", SITU_LINEAR_BETA),
         ):
-            _require_equal(config.get(key, expected), expected, key, f"{where}/{CONFIG}", "SiTU")
+            require_equal(config.get(key, expected), expected, key, f"{where}/{CONFIG}", "SiTU")
 
 
 def _check_marker(documents: Documents, where: str) -> None:
@@ -417,9 +344,10 @@ def _check_marker(documents: Documents, where: str) -> None:
         ),
     }
     for field, (found, expected) in stated.items():
-        _require_equal(found, expected, field, where, MANIFEST)
+        require_equal(found, expected, field, where, MANIFEST)
 
 
-def _require_equal(found: Any, expected: Any, field: str, where: str, source: str) -> None:
+def require_equal(found: Any, expected: Any, field: str, where: str, source: str) -> None:
+    """FormatError where a field of `where` is not what `source` says it is."""
     if found != expected:
         raise FormatError(f"{where}: {field} is {found!r}, {source} says {expected!r}")

@@ -9,6 +9,7 @@ from qsrt_runtime.format import manifest as manifests
 from qsrt_runtime.format import paths, schema
 from qsrt_runtime.format.container import Layer, read_layer
 from qsrt_runtime.format.errors import FormatError
+from qsrt_runtime.format.evidence import check_evidence, check_evidence_experts
 from qsrt_runtime.format.geometry import Geometry, TrueSizes
 from qsrt_runtime.format.manifest import (
     CHECKSUMS,
@@ -131,7 +132,7 @@ def read_evidence(package: Package, layer: int) -> dict[str, Any]:
     path = package.path / package.evidence_name(layer)
     kind = "evidence" if package.documents.is_ours else "published-evidence"
     evidence = schema.read(path, kind)
-    manifests.check_evidence(evidence, layer, package.documents, str(path))
+    check_evidence(evidence, layer, package.documents, str(path))
     return evidence
 
 
@@ -148,7 +149,7 @@ def read_checked_layer(
     evidence = read_evidence(package, number)
     if package.documents.is_ours:
         manifest, name = package.documents.manifest, package.evidence_name(number)
-        manifests.check_evidence_experts(evidence, layer, manifest, name)
+        check_evidence_experts(evidence, layer, manifest, name)
     return layer, evidence
 
 

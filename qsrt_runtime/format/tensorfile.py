@@ -7,6 +7,7 @@ at random, so headers are ours.
 import ctypes
 import json
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ _TORCH_DTYPES = {
     **{"F32": torch.float32, "F64": torch.float64, "U16": torch.uint16, "U32": torch.uint32},
     **{"U64": torch.uint64, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2},
 }
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _LFS = b"version https://git-lfs"
 
 
@@ -178,7 +180,7 @@ def _entry(path: Path, name: str, entry: Any, start: int) -> TensorEntry:
         raise FormatError(f"{where}: shape {shape!r} is not a list of sizes")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise FormatError(f"{where}: data_offsets {offsets!r} is not [start, end]")
-    if any(ord(c) < 32 or ord(c) == 127 for c in name):
+    if _CONTROL.search(name):
         raise FormatError(f"{path}: tensor name {name!r} holds control characters")
     if math.prod(max(1, size) for size in shape) >= 2**63:
         raise FormatError(f"{where}: shape {shape} is too large")

@@ -25,12 +25,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from qsrt_pack import evaluate, guide, job
 from qsrt_pack.calibrate import hessian
 from qsrt_pack.calibration import calibrate
-from qsrt_pack.encode import expert, incoherence
+from qsrt_pack.encode import incoherence, matrix
 from qsrt_pack.encode.expert import Settings
 from qsrt_pack.statistics import Statistics
 
 DEVICE = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-_down, _rotate = guide.down_moment, expert.rotate_hessian
+_down, _rotate = guide.down_moment, matrix.rotate_hessian
 
 
 def source_target(rows: Any, source: Any, _decoded: Any, w2: Any, activation: Any) -> Any:
@@ -53,11 +53,11 @@ ROWS: dict[str, tuple[dict[str, Any], list[Patch]]] = {
     ),
     "Hessian without the scales": (
         {},
-        [(expert, "rotate_hessian", lambda moment, scales: _rotate(moment, scales.sign()))],
+        [(matrix, "rotate_hessian", lambda moment, scales: _rotate(moment, scales.sign()))],
     ),
     "no column scales": ({}, [(incoherence, "column_scales", lambda _weight: None)]),
     "down's target the source": ({}, [(guide, "down_moment", source_target)]),
-    "no refit of scales": ({}, [(expert, "_refit", kept_scales)]),
+    "no refit of scales": ({}, [(matrix, "_refit", kept_scales)]),
     "no Hessian of outputs": ({}, [(guide, "output_moment", lambda *_: None)]),
     "hidden side of each expert": ({"hidden_side": "expert"}, []),
     "all rate modes": ({"modes": "all"}, []),

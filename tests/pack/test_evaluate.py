@@ -10,6 +10,7 @@ from pathlib import Path
 import checkpoints
 import pytest
 import torch
+from architectures import write_model
 from checkpoints import ALPHABET, config, write_checkpoint, write_tokenizer
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy, kl_div, log_softmax
@@ -304,6 +305,24 @@ def test_layers_of_next_token_prediction_take_no_part(
     report = evaluate(packed(model, tmp_path / "p"), model, text, show_progress=False)
     expected = evaluate(package_of_source, source, text, show_progress=False)
     assert report["kl_mean"] == pytest.approx(expected["kl_mean"], rel=1e-6)
+
+
+def test_no_cache_is_asked_for(text: Path, tmp_path: Path) -> None:
+    """A model of linear attention alone has none that transformers can count."""
+    write_model(tmp_path / "model", "qwen3_next")
+    write_tokenizer(tmp_path / "model")
+    package = packed(tmp_path / "model", tmp_path / "package")
+    report = evaluate(package, tmp_path / "model", text, windows=1, show_progress=False)
+    assert 0 < report["kl_mean"] < 0.1
+
+
+def test_a_model_that_transformers_cannot_run(text: Path, tmp_path: Path) -> None:
+    """Llama4ForConditionalGeneration needs images."""
+    write_model(tmp_path / "model", "llama4")
+    write_tokenizer(tmp_path / "model")
+    package = packed(tmp_path / "model", tmp_path / "package")
+    with pytest.raises(FormatError, match=r"transformers cannot run .*model: AttributeError"):
+        evaluate(package, tmp_path / "model", text, windows=1, show_progress=False)
 
 
 def test_a_model_of_images_and_text(text: Path, tmp_path: Path) -> None:

@@ -419,27 +419,6 @@ def test_a_source_that_changes_before_the_run_is_refused(
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_the_worst_experts_are_listed() -> None:
-    def entry(expert: int, *errors: float) -> dict:
-        nmse = dict(zip(("w1", "w3", "w2"), errors, strict=True))
-        return {"expert": expert, "mode13": "R0", "mode2": "R1", "nmse": nmse}
-
-    evidence = {
-        3: {"experts": [entry(0, 0.01, 0.01, 0.01), entry(1, 0.02, 0.5, 0.02)]},
-        12: {"experts": [entry(e, 0.03, 0.02, 0.1 - e / 100) for e in range(5)]},
-    }
-    title, columns, *rows = job.describe_worst(evidence).splitlines()
-    assert title == "worst experts"
-    assert columns.split() == ["layer", "expert", "modes", "NMSE", "w1", "w3", "w2"]
-    assert [row.split() for row in rows] == [
-        ["3", "1", "R0", "R1", "0.02000", "0.50000", "0.02000"],
-        *(
-            ["12", str(e), "R0", "R1", "0.03000", "0.02000", f"{0.1 - e / 100:.5f}"]
-            for e in range(4)
-        ),
-    ]
-
-
 @pytest.mark.parametrize("hidden_side", ["layer", "expert"])
 def test_the_hidden_side_is_the_layers_or_each_experts(tmp_path: Path, hidden_side: str) -> None:
     weights = checkpoints.tensors(layers=1, experts=3)

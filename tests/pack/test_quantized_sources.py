@@ -335,13 +335,15 @@ def test_compared_with_a_quantized_reference(
     assert 0 < ours["kl_mean"] == theirs["kl_mean"]
 
 
-@pytest.fixture
-def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """An FP8 checkpoint of two layers and an output whose conversion stopped after the first."""
+def fp8_of_two_layers(folder: Path, weights: dict[str, torch.Tensor]) -> Path:
     value = checkpoints.config(num_experts=1, num_experts_per_tok=1)
     value["quantization_config"] = KINDS["fp8_block"].config
-    weights = quantized.quantize(KINDS["fp8_block"], checkpoints.tensors(experts=1))
-    source = checkpoints.write_checkpoint(tmp_path / "model", config_value=value, weights=weights)
+    return checkpoints.write_checkpoint(folder, config_value=value, weights=weights)
+
+
+def stop_after_the_first_layer(
+    monkeypatch: pytest.MonkeyPatch, source: Path, out: Path, **options: object
+) -> None:
     original = job._write_layer
 
     def stopping(run: job.Job, folder: Path, layer: int, *rest: object) -> dict:
@@ -352,7 +354,15 @@ def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path
     with monkeypatch.context() as patch:
         patch.setattr(job, "_write_layer", stopping)
         with pytest.raises(KeyboardInterrupt):
-            convert(source, tmp_path / "out")
+            convert(source, out, **options)
+
+
+@pytest.fixture
+def stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
+    """An FP8 checkpoint of two layers and an output whose conversion stopped after the first."""
+    weights = quantized.quantize(KINDS["fp8_block"], checkpoints.tensors(experts=1))
+    source = fp8_of_two_layers(tmp_path / "model", weights)
+    stop_after_the_first_layer(monkeypatch, source, tmp_path / "out")
     return source, tmp_path / "out"
 
 
@@ -375,6 +385,23 @@ def test_cv_7b_a_scale_changed_meanwhile(stopped: tuple[Path, Path]) -> None:
     (source / shard).write_bytes(data)
     with pytest.raises(FormatError, match=rf"source file {shard} was"):
         convert(source, out)
+
+
+def test_qn_5a_a_carried_weight_that_is_decoded_later_than_scanned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the run that continues one which kept it, and by decode."""
+    weights = quantized.quantize(KINDS["fp8_block"], checkpoints.tensors(experts=1))
+    weights[f"{QUERY}_scale_inv"][0, 0] = float("nan")
+    source, out = fp8_of_two_layers(tmp_path / "model", weights), tmp_path / "out"
+    stop_after_the_first_layer(monkeypatch, source, out, keep_dense_format=True)
+    with pytest.raises(FormatError, match=rf"weight {QUERY} does not fit into bfloat16"):
+        convert(source, out)
+    assert not out.exists()
+    convert(source, out, keep_dense_format=True)
+    with pytest.raises(FormatError, match=rf"weight {QUERY} does not fit into bfloat16"):
+        decode_package(out, tmp_path / "dense", show_progress=False)
+    assert not (tmp_path / "dense").exists()
 
 
 @pytest.mark.parametrize("kind", ["fp8_block", "mxfp4_blocks", "nvfp4_packed", "int4_asymmetric"])

@@ -101,7 +101,12 @@ def test_the_dtype_is_that_of_the_experts_only(
 
 
 @pytest.mark.parametrize(
-    ("stated", "expected"), [({"torch_dtype": "float16"}, torch.float16), ({}, torch.float32)]
+    ("stated", "expected"),
+    [
+        ({"torch_dtype": "float16"}, torch.float16),
+        ({"text_config": {"dtype": "float16"}}, torch.float16),
+        ({}, torch.float32),
+    ],
 )
 def test_the_default_dtype_is_the_configs(
     package: Path, tmp_path: Path, stated: dict, expected: torch.dtype
@@ -114,6 +119,16 @@ def test_the_default_dtype_is_the_configs(
     seal(package)
     decode_package(package, tmp_path / "dense", show_progress=False)
     assert tensors_of(tmp_path / "dense")[expert_key(0, 0, "up_proj")].dtype == expected
+
+
+def test_a_dtype_is_stated_of_the_text_model_too(package: Path, tmp_path: Path) -> None:
+    inner = {"torch_dtype": "bfloat16", "num_experts": checkpoints.EXPERTS}
+    checkpoints.edit_json(package / "config.json", lambda value: value.update(text_config=inner))
+    seal(package)
+    decode_package(package, tmp_path / "dense", dtype="float32", show_progress=False)
+    value = json.loads((tmp_path / "dense" / "config.json").read_text())
+    assert value["dtype"] == value["text_config"]["dtype"] == "float32"
+    assert "torch_dtype" not in value["text_config"]
 
 
 def test_a_dtype_that_is_not_written(package: Path, tmp_path: Path) -> None:

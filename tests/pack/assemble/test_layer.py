@@ -6,9 +6,9 @@ import torch
 
 from qsrt_pack.assemble.layer import expert_evidence, layer_evidence
 from qsrt_runtime.format import atom, paths
-from qsrt_runtime.format import manifest as manifests
 from qsrt_runtime.format.container import LayerWriter, read_layer
 from qsrt_runtime.format.errors import FormatError
+from qsrt_runtime.format.evidence import check_evidence_experts, low_to_high
 from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.format.rates import stored_bits
 from qsrt_runtime.format.slab import expert_modes
@@ -70,7 +70,7 @@ def test_an_experts_entry() -> None:
         "fallback": None,
         "zero_matrices": [],
     }
-    channels = manifests.low_to_high(order, 256, "test")
+    channels = low_to_high(order, 256, "test")
     assert torch.equal(channels[::4], 4 * GROUPS)
     assert torch.equal(channels[3::4], 4 * GROUPS + 3)
 
@@ -100,11 +100,11 @@ def test_a_layers_evidence_is_that_of_its_file(tmp_path: Path) -> None:
     assert (evidence["expert_count"], evidence["expert_ids"]) == (3, [0, 1, 2])
     assert evidence["experts"] == entries
     layer = read_layer(path)
-    manifests.check_evidence_experts(evidence, layer, MANIFEST, "test")
+    check_evidence_experts(evidence, layer, MANIFEST, "test")
     assert [expert_modes(layer, number) for number in range(3)] == [(0, 0), (1, 0), (1, 1)]
     evidence["experts"][1]["mode13"] = "R0"
     with pytest.raises(FormatError, match="modes of expert 1"):
-        manifests.check_evidence_experts(evidence, layer, MANIFEST, "test")
+        check_evidence_experts(evidence, layer, MANIFEST, "test")
 
 
 def test_evidence_beyond_the_schema_is_refused(tmp_path: Path) -> None:

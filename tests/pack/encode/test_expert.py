@@ -5,22 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qsrt_pack.encode import expert as module
-from qsrt_pack.encode import lockstep
-from qsrt_pack.encode.expert import (
-    EncodedExpert,
-    EncodedMatrix,
-    Metric,
-    Settings,
-    encode_expert,
-    matrix_steps,
-    modes_tried,
-    scale_sample,
-    scale_search_weights,
-)
-from qsrt_pack.encode.incoherence import scale_search_tiles
+from qsrt_pack.encode import matrix as matrices
+from qsrt_pack.encode.expert import EncodedExpert, Settings, encode_expert, modes_tried
 from qsrt_pack.encode.permutation import channels_of_groups
-from qsrt_pack.encode.viterbi import search
 from qsrt_runtime.format import atom, decode
 from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.format.rates import stored_channels
@@ -33,10 +20,6 @@ SHAPES = {
     "w2": (HIDDEN, INTERMEDIATE),
 }
 Weights = dict[str, torch.Tensor]
-
-
-def encode_matrix(*arguments: object, **options: object) -> dict[int, EncodedMatrix]:
-    return lockstep.run(matrix_steps(*arguments, **options), search)
 
 
 def normal_weights(seed: int = 0) -> Weights:
@@ -127,48 +110,10 @@ def test_modes_tried() -> None:
     assert modes_tried(Settings(modes="all"), 4) == (0, 1, 2)
 
 
-@pytest.mark.parametrize(("shape", "tiles"), [((128, 256), 64), ((512, 128), 112)])
-def test_the_scale_is_searched_on_a_third_of_the_published_tiles(
-    shape: tuple[int, int], tiles: int
-) -> None:
-    matrix = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
-    every = scale_search_tiles(matrix)
-    assert len(every) == tiles
-    assert torch.equal(scale_sample(matrix), every[::3])
-    count = -(-tiles // 3)
-    assert scale_search_weights(*shape) == (256 * 10 * -(-count // 3), 256 * 5 * count)
-
-
 def test_the_order_is_shared_and_by_importance(uneven: dict[str, EncodedExpert]) -> None:
     groups = uneven["R0"].low_to_high_groups
     assert sorted(groups.tolist()) == list(range(64))
     assert set((groups[32:] // 2 % 2).tolist()) == {0}  # the loud half
-
-
-def test_packed_bytes_decode_to_dense() -> None:
-    weight = normal_weights()["w2"].T.contiguous()
-    signs = torch.ones(INTERMEDIATE), -torch.ones(HIDDEN)
-    matrices = encode_matrix(weight, "in", *signs, modes=(0, 1), method="fast")
-    assert list(matrices) == [0, 1]
-    for mode, bits in ((0, [3, 3]), (1, [2, 4])):
-        packed = matrices[mode].packed
-        assert [atom.record_bits_of(words) for words in packed.records] == bits
-        decoded = decode.dense_matrix(packed, "in").T
-        expected = matrices[mode].dense[stored_channels(2)]
-        assert (decoded - expected).norm() <= 1e-6 * expected.norm()
-        assert matrices[mode].nmse == pytest.approx(nmse(weight, matrices[mode].dense), rel=1e-6)
-
-
-def test_modes_share_rotation_and_scale() -> None:
-    weight = normal_weights()["w1"].T.contiguous()
-    signs = torch.ones(HIDDEN), -torch.ones(INTERMEDIATE)
-    matrices = encode_matrix(weight, "out", *signs, modes=(0, 1), method="fast")
-    for mode in (0, 1):
-        packed = matrices[mode].packed
-        assert torch.equal(packed.suh, matrices[0].packed.suh)
-        assert torch.equal(packed.svh, matrices[0].packed.svh)
-        assert len(packed.svh.abs().unique()) == 1  # -1 divided by the global scale
-        assert (packed.svh < 0).all()
 
 
 def test_same_input_same_bytes(encoded: EncodedExpert) -> None:
@@ -186,16 +131,6 @@ def test_signs_depend_on_seed_and_expert(encoded: EncodedExpert) -> None:
     for other in others:
         assert not torch.equal(other.coded.w1.suh.sign(), encoded.coded.w1.suh.sign())
         assert not torch.equal(other.coded.w2.svh.sign(), encoded.coded.w2.svh.sign())
-
-
-def test_the_exact_search_is_better(encoded: EncodedExpert) -> None:
-    weight = normal_weights()["w1"].T.contiguous()[:, :128].contiguous()
-    signs = torch.ones(HIDDEN), torch.ones(128)
-    errors = {
-        method: encode_matrix(weight, "out", *signs, modes=(0,), method=method)[0].nmse
-        for method in ("exact", "fast")
-    }
-    assert 0.0156 < errors["exact"] < 0.95 * errors["fast"]
 
 
 @pytest.mark.parametrize("settings", [FAST, ALL])
@@ -238,28 +173,11 @@ def test_qn_3b_zeros_among_normal_values(encoded: EncodedExpert) -> None:
         assert found < 1.05 * encoded.nmse[name]
 
 
-def test_a_hessian_lowers_the_error_that_it_weighs() -> None:
-    weight = normal_weights()["w1"].T.contiguous()
-    rows = torch.randn(1024, HIDDEN, generator=torch.Generator().manual_seed(2))
-    mixing = torch.randn(HIDDEN, HIDDEN, generator=torch.Generator().manual_seed(3))
-    rows = rows * torch.linspace(0.1, 2, HIDDEN) @ mixing
-    hessian = rows.T @ rows / len(rows)
-    signs = torch.ones(HIDDEN), torch.ones(INTERMEDIATE)
-    weighted, plain = [], []
-    for given in (None, Metric(hessian)):
-        matrix = encode_matrix(weight, "out", *signs, modes=(0,), method="fast", metric=given)[0]
-        error = matrix.dense - weight
-        weighted.append(float((error * (hessian @ error)).sum()))
-        plain.append(matrix.nmse)
-    assert weighted[1] < 0.8 * weighted[0]
-    assert plain[1] > plain[0]  # which costs some of the error that it does not weigh
-
-
 @pytest.mark.parametrize("part", ["words", "suh", "svh"])
 def test_what_does_not_decode_to_what_was_encoded_is_an_error(
     monkeypatch: pytest.MonkeyPatch, part: str
 ) -> None:
-    real = module._pack
+    real = matrices._pack
 
     def damaged(*arguments: object) -> atom.Matrix:
         packed = real(*arguments)
@@ -270,7 +188,7 @@ def test_what_does_not_decode_to_what_was_encoded_is_an_error(
         vector[100] *= -1
         return replace(packed, **{part: vector})
 
-    monkeypatch.setattr(module, "_pack", damaged)
+    monkeypatch.setattr(matrices, "_pack", damaged)
     with pytest.raises(ArithmeticError, match="w1: the packed bytes decode with an error of"):
         encode(normal_weights())
 

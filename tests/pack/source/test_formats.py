@@ -118,6 +118,14 @@ def test_one_scale_by_the_name_of_block_scales(tmp_path: Path, shape: tuple[int,
     assert torch.equal(read_weight(opened, NAME), expected)
 
 
+@pytest.mark.parametrize("kind", ["fp8_block", "fp8_channel", "fp8_tensor"])
+def test_a_block_size_that_is_not_stated_is_that_of_the_scales(tmp_path: Path, kind: str) -> None:
+    """transformers would take blocks of 128 x 128, vLLM one scale a tensor."""
+    parts = make(kind, 200, 320)
+    found = read_weight(write(tmp_path, named(parts), {"quant_method": "fp8"}), NAME)
+    assert torch.equal(found, reference(kind, parts))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_device_changes_no_bit(tmp_path: Path, kind: str) -> None:

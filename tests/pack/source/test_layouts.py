@@ -6,6 +6,7 @@ from pathlib import Path
 
 import checkpoints
 import pytest
+import quantized
 import torch
 from checkpoints import PARTS, config, expert_key, write_checkpoint
 from safetensors.torch import load_file
@@ -16,11 +17,10 @@ from qsrt_pack.restore import DensePackage, decode_package
 from qsrt_pack.source import formats
 from qsrt_pack.source.checkpoint import open_checkpoint
 from qsrt_pack.source.config import RoutedExperts
-from qsrt_pack.source.models import carried_tensors, find_experts, packed_experts
+from qsrt_pack.source.models import carried_tensors, find_experts
 from qsrt_pack.validate import validate
 from qsrt_runtime.format import tensorfile
 from qsrt_runtime.format.errors import FormatError
-from qsrt_runtime.format.package import open_package, seal
 
 Weights = dict[str, torch.Tensor]
 ROUTED = ("hidden_size", "moe_intermediate_size", "num_experts", "num_experts_per_tok")
@@ -191,6 +191,17 @@ def within(value: dict, **beside: object) -> dict:
     return {**outer, "text_config": text, **beside}
 
 
+def test_cf_1a_decode_takes_the_dtype_of_the_text_model(tmp_path: Path, small: Weights) -> None:
+    value = within(small_config())
+    value["text_config"]["dtype"] = value.pop("dtype")
+    inner = {name.replace("model.", "model.language_model.", 1): t for name, t in small.items()}
+    write_checkpoint(tmp_path / "model", weights=inner, config_value=value)
+    package = packed(tmp_path / "model", tmp_path / "package")
+    decode_package(package, tmp_path / "dense", show_progress=False)
+    (shard,) = (tmp_path / "dense").glob("*.safetensors")
+    assert {tensor.dtype for tensor in load_file(shard).values()} == {torch.bfloat16}
+
+
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
 def test_cf_1a_a_text_model_inside_another(
     tmp_path: Path, small: Weights, small_package: Path, prefix: str
@@ -210,10 +221,31 @@ def test_cf_1b_a_text_config_of_null(tmp_path: Path, weights: Weights) -> None:
     assert found(tmp_path / "m", weights, config() | {"text_config": None}).layers == (0, 1)
 
 
+@pytest.mark.parametrize("key", ["num_nextn_predict_layers", "mtp_num_hidden_layers"])
+def test_cf_1b_next_token_prediction_in_conflict(
+    tmp_path: Path, weights: Weights, key: str
+) -> None:
+    value = within(config(), **{key: 2})
+    value["text_config"][key] = 1
+    refused(tmp_path / "m", weights, value, f"{key} is 2, and 1 in text_config")
+
+
 @pytest.mark.parametrize("key", ROUTED)
 def test_cf_1b_levels_in_conflict(tmp_path: Path, weights: Weights, key: str) -> None:
     value = within(config(), **{key: config()[key] * 2})
     refused(tmp_path / "m", weights, value, f"{key} is {2 * config()[key]}, and .* in text_config")
+
+
+def test_cf_1b_two_quantizations(tmp_path: Path) -> None:
+    source = quantized.write_checkpoint(tmp_path / "model", quantized.KINDS["fp8_block"])
+    value = json.loads((source / "config.json").read_text())
+    inner = {"quantization_config": value["quantization_config"]}
+    checkpoints.edit_json(source / "config.json", lambda v: v.update(text_config=inner))
+    assert find_experts(open_checkpoint(source)).layers == (0, 1)
+    inner["quantization_config"]["quant_method"] = "gptq"
+    checkpoints.edit_json(source / "config.json", lambda v: v.update(text_config=inner))
+    with pytest.raises(FormatError, match="quantization_config and another in text_config"):
+        open_checkpoint(source)
 
 
 def test_cf_1b_levels_that_agree(tmp_path: Path, weights: Weights) -> None:
@@ -236,6 +268,19 @@ def test_cf_1c_the_expert_count_by_any_name(tmp_path: Path, weights: Weights, ke
 def test_cf_1d_a_dense_checkpoint(tmp_path: Path, weights: Weights) -> None:
     none = {name: t for name, t in weights.items() if ".experts." not in name}
     refused(tmp_path / "m", none, config(model_type="llama"), "has no routed experts")
+
+
+@pytest.mark.parametrize("key", ["moe_intermediate_size", "num_experts_per_tok", "num_experts"])
+def test_a_size_by_layer(tmp_path: Path, weights: Weights, key: str) -> None:
+    """As Hunyuan's config.json states some of its sizes."""
+    value = config()
+    value[key] = [value[key]] * 2
+    write_checkpoint(tmp_path / "m", weights=weights, config_value=value)
+    prepared = job.prepare(tmp_path / "m", tmp_path / "p", Settings(search="fast"))
+    assert (prepared.experts.topk, prepared.experts.geometry.experts) == (2, 4)
+    for n, bad in enumerate(([value[key][0], 1], [])):
+        message = rf"{key} is \[.*expected an integer"
+        refused(tmp_path / str(n), weights, value | {key: bad}, message)
 
 
 def deepseek(**changes: object) -> dict:
@@ -350,34 +395,6 @@ def test_cf_5c_an_activation_is_refused_by_name(
 
 def test_cf_5c_no_activation(tmp_path: Path, weights: Weights) -> None:
     refused(tmp_path / "m", weights, config(hidden_act=None), "hidden_act is None, expected one of")
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
-        ("layout", "transposed", r"qwen3_moe has its experts each or stacked; .* 'transposed'"),
-        ("layout", "folded", r"expert_tensors\.layout: 'folded' is not one of"),
-        ("prefix", "encoder.", r"expert_tensors\.prefix: 'encoder\.' is not one of"),
-        ("mtp_layout", "transposed", r"expert_tensors\.mtp_layout of the manifest is 'transposed'"),
-    ],
-)
-def test_a_package_in_a_layout_that_its_model_has_not(
-    package: Path, key: str, value: str, message: str
-) -> None:
-    path = package / "qsrt-manifest.json"
-    checkpoints.edit_json(path, lambda manifest: manifest["expert_tensors"].update({key: value}))
-    with pytest.raises(FormatError, match=message):
-        seal(package)
-        packed_experts(open_package(package).documents, "here")
-
-
-def test_a_package_with_a_layer_that_is_not_counted(clean_package: Path) -> None:
-    documents = open_package(clean_package).documents
-    documents.config["num_hidden_layers"] = 1
-    with pytest.raises(FormatError, match="here counts 1 layers, layer 1 is packed"):
-        packed_experts(documents, "here")
-    documents.config["num_nextn_predict_layers"] = 1
-    assert packed_experts(documents, "here").layers == (0, 1)
 
 
 def test_the_plan_names_the_layout(tmp_path: Path, weights: Weights) -> None:

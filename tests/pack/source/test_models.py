@@ -233,6 +233,12 @@ def test_cf_1c_the_expert_count_by_its_other_name(
     assert found(tmp_path / "m", weights, num_local_experts=4, **changes).geometry.experts == 4
 
 
+def test_cf_1c_an_expert_count_of_null(tmp_path: Path, weights: Weights) -> None:
+    value = config() | {"num_local_experts": None}
+    checkpoints.write_checkpoint(tmp_path / "m", weights=weights, config_value=value)
+    assert find_experts(open_checkpoint(tmp_path / "m")).geometry.experts == 4
+
+
 def test_cf_1c_expert_counts_in_conflict(tmp_path: Path, weights: Weights) -> None:
     refused(tmp_path / "m", weights, "number of experts is in conflict", num_local_experts=5)
 
@@ -279,6 +285,11 @@ def test_carried_tensors_are_all_others(tmp_path: Path, weights: Weights) -> Non
     [
         ("swiglu_limit", 10.0),
         ("first_k_dense_replace", 1),
+        ("expert_bias", True),
+        ("mlp_bias", True),
+        ("quantization", {"quant_method": "fp8"}),
+        ("compression_config", {"config_groups": {}, "quant_method": "compressed-tensors"}),
+        ("transformers_weights", "model.gguf"),
     ],
 )
 def test_a_field_that_would_change_the_experts(

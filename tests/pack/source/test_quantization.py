@@ -31,6 +31,15 @@ def test_of_a_text_model_inside_another() -> None:
     assert without(bare) == bare
 
 
+def test_two_that_differ() -> None:
+    """One for the whole and another for the text model in it: which is meant cannot be told."""
+    config = {KEY: KINDS["fp8_block"].config, "text_config": {KEY: KINDS["int4"].config}}
+    with pytest.raises(FormatError, match="quantization_config and another in text_config"):
+        read_quantization(config, "")
+    config["text_config"][KEY] = config[KEY]
+    assert read_quantization(config, "").method == "fp8"
+
+
 def changed(kind: str, **weights: object) -> dict:
     """The config of a kind with other `weights` in its group."""
     config = json.loads(json.dumps(KINDS[kind].config))
@@ -74,6 +83,9 @@ def changed(kind: str, **weights: object) -> dict:
             "'W4A16_AWQ' is not one of",
         ),
         ("int4", changed("int4", num_bits=8), "weights of 8 bits, type int"),
+        ("fp8_channel", changed("fp8_channel", symmetric=False), "symmetric False are not read"),
+        ("nvfp4_packed", changed("nvfp4_packed", symmetric=False), "symmetric False are not read"),
+        ("mxfp4_packed", changed("mxfp4_packed", group_size=64), "type float, groups of 64"),
         ("int4", changed("int4", symmetric=False), "lacks layer.proj.weight_zero_point"),
         ("int4", changed("int4", group_size=128), r"has \[256, 12\], expected \[256, 3\]"),
         ("int4", changed("int4", actorder="group"), "'group' is not one of"),
@@ -123,6 +135,21 @@ def test_modules_that_are_not_converted(tmp_path: Path, listed: str, is_left: bo
         refused(tmp_path, parts, config, "not quantized")
     else:
         write(tmp_path, named(parts), config)
+
+
+def test_one_of_several_patterns(tmp_path: Path) -> None:
+    config = {"quant_method": "fp8", "modules_to_not_convert": ["a*", "*b", "re:c", "lay*"]}
+    refused(tmp_path, make("fp8_block", 128, 256), config, "not quantized")
+
+
+def test_sparse_weights_that_are_stored_densely(tmp_path: Path) -> None:
+    """As older llm-compressor states them."""
+    parts, sparse = make("int4", 128, 256), {"format": "dense", "global_sparsity": 0.1}
+    config = KINDS["int4"].config | {"sparsity_config": sparse}
+    opened = write(tmp_path / "good", named(parts), config)
+    assert [weight.format for weight in opened.weights.values()] == ["int4"]
+    config = KINDS["int4"].config | {"sparsity_config": {"format": "sparse-bitmask"}}
+    refused(tmp_path / "bad", parts, config, r"sparsity_config\.format: 'dense' was expected")
 
 
 def test_groups_of_compressed_tensors_by_name(tmp_path: Path) -> None:

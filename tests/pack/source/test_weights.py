@@ -83,12 +83,21 @@ def test_parts_of_int4_that_do_not_fit(
 
 
 @pytest.mark.parametrize(
+    ("kind", "suffix"), [("nvfp4_modelopt", "_scale_2"), ("nvfp4_packed", "_global_scale")]
+)
+def test_one_scale_of_scales_for_each_matrix(tmp_path: Path, kind: str, suffix: str) -> None:
+    parts = make(kind, 128, 256) | {suffix: torch.ones(2)}
+    refused(tmp_path, parts, KINDS[kind].config, rf"weight{suffix} has shape \[2\], expected \[\]")
+
+
+@pytest.mark.parametrize(
     ("name", "dtype", "message"),
     [
         (f"{NAME}_scale", torch.float32, "has scales of two formats"),
         (f"{NAME}_g_idx", torch.int32, "weight_g_idx is part of no weight"),
         ("layer.proj.pre_quant_scale", torch.float32, "pre_quant_scale is part of no weight"),
         ("other.weight_scale_inv", torch.float32, "weight_scale_inv is part of no weight"),
+        ("other.up_proj_scales", torch.float32, "up_proj_scales is part of no weight"),
         ("other.weight", torch.int8, "other.weight is I8, codes that convert does not read"),
         (
             "other.weight",

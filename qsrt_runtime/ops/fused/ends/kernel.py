@@ -131,10 +131,14 @@ def touch_scales(
     slab, expert, position, end, HIDDEN: tl.constexpr, BUNDLE: tl.constexpr,
     SLOT_STRIDE: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Have the scales that make_middle reads first on their way to L2."""
+    """Have the scales that make_middle reads first on their way to L2.
+
+    Where there are no steps, the expert may be any number.
+    """
     thread = tl.arange(0, 1024)
     slot = position % (4 * PAIRS) // 4 * 8 + (thread >> 1)
     there = (thread >> 1) < tl.minimum(end - position + 6, 4 * PAIRS) // 4 * 8
+    there &= position < end
     local = slab.to(tl.pointer_type(tl.uint8)) + expert.to(tl.int64) * BUNDLE + 36 * HIDDEN
     local += (slot % (8 * PAIRS)).to(tl.int64) * SLOT_STRIDE + (thread & 1) * 128
     tl.inline_asm_elementwise(
