@@ -53,10 +53,11 @@ def check_arguments(
     hidden = layer.geometry.hidden
     if x.ndim != 2 or x.shape[1] != hidden:
         raise ValueError(f"x has shape {list(x.shape)}, expected [T, {hidden}]")
-    if topk_ids.ndim != 2 or len(topk_ids) != len(x) or topk_ids.shape != topk_weights.shape:
+    tokens = x.shape[0]  # len(x) would tie a compiled graph to one number of tokens
+    if topk_ids.ndim != 2 or topk_ids.shape[0] != tokens or topk_ids.shape != topk_weights.shape:
         raise ValueError(
             f"topk_ids {list(topk_ids.shape)} and topk_weights {list(topk_weights.shape)} must "
-            f"both be [{len(x)}, k]"
+            f"both be [{tokens}, k]"
         )
     if x.dtype not in X_DTYPES:
         raise TypeError(f"x is {x.dtype}, expected float32, float16 or bfloat16")

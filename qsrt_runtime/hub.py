@@ -8,13 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from huggingface_hub import HfApi, get_token, snapshot_download
+from huggingface_hub import HfApi, get_token, hf_hub_download, snapshot_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
     HTTPError,
     OfflineModeIsEnabled,
     RevisionNotFoundError,
 )
+
+from qsrt_runtime.format.manifest import CHECKSUMS, MARKER
 
 T = TypeVar("T")
 TRIES = 5
@@ -96,6 +98,17 @@ def local_folder(path: str | Path, ignore: list[str] | None = None) -> Path:
         lambda: snapshot_download(repository, revision=revision or None, ignore_patterns=ignore),
     )
     return Path(found)
+
+
+def sealed_snapshot(
+    repository: str, revision: str | None = None, cache_dir: str | Path | None = None
+) -> Path:
+    """The folder of a repository's package: what its seal binds is fetched, and nothing else."""
+    place = {"revision": revision, "cache_dir": cache_dir}
+    listing = Path(hf_hub_download(repository, CHECKSUMS, **place))
+    place["revision"] = listing.parent.name  # the commit, which the rest must be of too
+    sealed = [line.partition("  ")[2] for line in listing.read_text().splitlines()]
+    return Path(snapshot_download(repository, allow_patterns=[*sealed, CHECKSUMS, MARKER], **place))
 
 
 def _fault(error: BaseException | None) -> BaseException | None:

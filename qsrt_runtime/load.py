@@ -1,7 +1,6 @@
 """load_package: from a sealed directory to layers ready to run."""
 
 import logging
-import math
 import operator
 import time
 from collections.abc import Callable, Iterable
@@ -16,7 +15,14 @@ from qsrt_runtime import verified
 from qsrt_runtime.format import manifest as manifests
 from qsrt_runtime.format.container import layer_place
 from qsrt_runtime.format.errors import FormatError
-from qsrt_runtime.format.geometry import SLOTS_PER_PAIR, Geometry, TrueSizes, align, extent
+from qsrt_runtime.format.geometry import (
+    ROTATION_MULTIPLIER,
+    SLOTS_PER_PAIR,
+    Geometry,
+    TrueSizes,
+    align,
+    extent,
+)
 from qsrt_runtime.format.package import (
     Package,
     check_base,
@@ -40,6 +46,8 @@ class LoadedPackage:
     path: its folder.   config: the model's config.json.   geometry: sizes of every layer's
     experts as stored, whole.   true_sizes: as the model has them; rows are of that hidden size.
     topk: experts a token goes to.   layers: by layer index of the checkpoint.
+    expert_map: [E] int32 on the device, what moe_forward takes where not all experts are loaded:
+    the layers' own id of each, -1 for one that is not there; None where all are.
     seal_sha256: the digest that binds every byte of the package.
     verify_s, load_s: seconds for checking the files and for bringing the layers to the device.
     load_bytes: bytes read for that.
@@ -51,6 +59,7 @@ class LoadedPackage:
     true_sizes: TrueSizes
     topk: int
     layers: dict[int, LayerWeights]
+    expert_map: torch.Tensor | None
     seal_sha256: str
     verify_s: float
     load_s: float
@@ -63,6 +72,7 @@ def load_package(
     device: str | torch.device = "cpu",
     rank: int = 0,
     world_size: int = 1,
+    experts: range | None = None,
     layers: Iterable[int] | None = None,
     verify: str = "once",
 ) -> LoadedPackage:
@@ -71,23 +81,26 @@ def load_package(
     path: a local folder, or OWNER/NAME[@REVISION] on the Hub, downloaded into its cache if need be.
     device: "cpu" or a CUDA device.   rank, world_size: load only the slots of this rank's pairs
     of every expert (consecutive shares; the first ranks have one more); the ranks' outputs add
-    up to the whole.   layers: the layers to load, by default all.
+    up to the whole.   experts: load these alone, of step 1, by default all; moe_forward then wants
+    `expert_map`, and the outputs of ranges that are all experts together add up to the whole.
+    layers: the layers to load, by default all.
     verify: "once" reads and checks every file of the package unless that was done before and no
     file changed size, time or inode since; "always" does not remember; "structure" checks the
     documents, the headers and the small sections, and trusts the slabs.
     Raises FormatError naming the file and the field that is wrong, ValueError or TypeError for
     arguments, HubError where the Hub does not give the package.
     """
-    target = _checked_device(device)
+    target = checked_device(device)
     package = open_package(local_folder(path))
     wanted = _wanted_layers(package, layers)
-    slots = _owned_slots(package.geometry, rank, world_size)
+    slots = owned_slots(package.geometry, rank, world_size)
+    experts = _wanted_experts(package.geometry, experts)
     start = time.perf_counter()
     before = verify_package(package, verify)
     verify_s = time.perf_counter() - start
     start = time.perf_counter()
     with Staging(target) as staging:
-        loaded = {layer: load_layer(package, layer, staging, slots) for layer in wanted}
+        loaded = {layer: load_layer(package, layer, staging, slots, experts) for layer in wanted}
     check_unchanged(package, before)
     for number, weights in loaded.items():
         loaded[number] = replace(
@@ -103,6 +116,7 @@ def load_package(
         true_sizes=package.true_sizes,
         topk=package.documents.manifest["geometry"]["topk"],
         layers=loaded,
+        expert_map=expert_map(package.geometry, experts, target),
         seal_sha256=package.seal_sha256,
         verify_s=verify_s,
         load_s=load_s,
@@ -146,36 +160,65 @@ def _check_files(package: Package, verify: str) -> None:
 
 
 def load_layer(
-    package: Package, layer: int, staging: Staging, slots: range | None = None
+    package: Package,
+    layer: int,
+    staging: Staging,
+    slots: range | None = None,
+    experts: range | None = None,
 ) -> LayerWeights:
-    """Bring one layer's slots, by default all, to a device: two small sections and one extent.
+    """Bring one layer's slots and experts, by default all, to a device; nothing else is read.
 
     The package has been verified. The tensors are filled when the staging ends.
     """
-    geometry = package.geometry
+    whole = package.geometry
     place = layer_place(package.path / package.layer_name(layer))
-    slots = range(geometry.slots) if slots is None else slots
-    codes = staging.read(place.path, place.sections, geometry.experts)
-    shape = (3, place.scale_rows, geometry.hidden)
-    scales = staging.read(
-        place.path, place.sections + align(geometry.experts), 2 * math.prod(shape)
+    slots = range(whole.slots) if slots is None else slots
+    experts = range(whole.experts) if experts is None else experts
+    codes = staging.read(place.path, place.sections + experts.start, len(experts))
+    first, rows = (experts.start, len(experts)) if place.scale_rows > 1 else (0, 1)
+    scales = staging.read_rows(
+        place.path,
+        place.sections + align(whole.experts) + 2 * whole.hidden * first,
+        3,
+        2 * whole.hidden * rows,
+        2 * whole.hidden * place.scale_rows,
     )
-    atoms = staging.read(
-        place.path, place.slab + slots.start * place.stride, len(slots) * place.stride
+    has_all = len(experts) == whole.experts
+    atoms = staging.read_rows(
+        place.path,
+        place.slab + slots.start * place.stride + experts.start * whole.bundle_bytes,
+        len(slots),
+        place.stride if has_all else len(experts) * whole.bundle_bytes,
+        place.stride,
     )
-    hidden_act = manifests.text_config(package.documents.config).get("hidden_act")
-    names = manifests.activations(package.documents.manifest, hidden_act, layer)
-    activations = [manifests.ACTIVATIONS.index(name) for name in names]
     return LayerWeights(
-        layer=layer,
-        geometry=geometry,
+        # Expert e of these stands where expert e of this layer does:
+        layer=layer + ROTATION_MULTIPLIER * experts.start,
+        geometry=replace(whole, experts=len(experts)),
         slots=slots,
         format_codes=codes,
-        shared_scales=scales.view(torch.float16).view(shape),
-        atoms=atoms.view(len(slots), place.stride),
-        activations=torch.tensor(activations, dtype=torch.uint8, device=staging.device),
-        hidden_padding=geometry.hidden - package.true_sizes.hidden,
+        shared_scales=scales.view(torch.float16).view(3, rows, whole.hidden),
+        atoms=atoms,
+        activations=_activations(package, layer, experts).to(staging.device),
+        hidden_padding=whole.hidden - package.true_sizes.hidden,
     )
+
+
+def _activations(package: Package, layer: int, experts: range) -> torch.Tensor:
+    """[len(experts)] uint8, each one's place in ACTIVATIONS, on the CPU."""
+    hidden_act = manifests.text_config(package.documents.config).get("hidden_act")
+    names = manifests.activations(package.documents.manifest, hidden_act, layer)
+    places = [manifests.ACTIVATIONS.index(names[expert]) for expert in experts]
+    return torch.tensor(places, dtype=torch.uint8, device="cpu")
+
+
+def expert_map(geometry: Geometry, experts: range, device: torch.device) -> torch.Tensor | None:
+    """[E] int32: the place in a range of each of a layer's experts, or -1; None for all."""
+    if len(experts) == geometry.experts:
+        return None
+    places = torch.full((geometry.experts,), -1, dtype=torch.int32, device=device)
+    places[experts.start : experts.stop] = torch.arange(len(experts), device=device)
+    return places
 
 
 def _all(pool: ThreadPoolExecutor, work: Callable[[Any], object], items: Iterable[Any]) -> None:
@@ -184,8 +227,11 @@ def _all(pool: ThreadPoolExecutor, work: Callable[[Any], object], items: Iterabl
         pass
 
 
-def _owned_slots(geometry: Geometry, rank: int, world_size: int) -> range:
-    """The slots of a rank's pairs; whole pairs, since a Hadamard block lies inside one."""
+def owned_slots(geometry: Geometry, rank: int, world_size: int) -> range:
+    """The slots of a rank's pairs; whole pairs, since a Hadamard block lies inside one.
+
+    Raises ValueError where ranks would have none.
+    """
     rank, world_size = _integer(rank, "rank"), _integer(world_size, "world_size")
     if not 1 <= world_size <= geometry.pairs:
         raise ValueError(
@@ -196,6 +242,18 @@ def _owned_slots(geometry: Geometry, rank: int, world_size: int) -> range:
         raise ValueError(f"rank is {rank}, expected 0..{world_size - 1}")
     pairs = extent(geometry.pairs, world_size, rank)
     return range(SLOTS_PER_PAIR * pairs.start, SLOTS_PER_PAIR * pairs.stop)
+
+
+def _wanted_experts(geometry: Geometry, experts: range | None) -> range:
+    if experts is None:
+        return range(geometry.experts)
+    if not isinstance(experts, range):
+        raise TypeError(f"experts is {experts!r}, expected a range, as range(0, 2)")
+    if experts.step != 1 or not 0 <= experts.start < experts.stop <= geometry.experts:
+        raise ValueError(
+            f"experts is {experts}, expected some, of step 1, of {range(geometry.experts)}"
+        )
+    return experts
 
 
 def _wanted_layers(package: Package, layers: Iterable[int] | None) -> list[int]:
@@ -219,7 +277,7 @@ def _integer(value: Any, name: str) -> int:
         raise TypeError(f"{name} is {value!r}, expected an integer") from None
 
 
-def _checked_device(device: str | torch.device) -> torch.device:
+def checked_device(device: str | torch.device) -> torch.device:
     """The device with its index, once it is known to be there."""
     try:
         target = torch.device(device)

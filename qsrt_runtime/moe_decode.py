@@ -109,20 +109,28 @@ def moe_forward_kernels(
     *,
     expert_map: torch.Tensor | None = None,
     weight_on_input: bool = False,
+    workspace: Workspace | None = None,
 ) -> torch.Tensor:
-    """As moe_decode for any number of tokens in any layout, with a workspace of its own."""
+    """As moe_decode for any number of tokens in any layout.
+
+    workspace: the caller's, for as many tokens of the call as it has room for at a time; without
+    it one is made.
+    """
     check_arguments(x, layer, topk_ids, topk_weights, expert_map)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tokens, topk = topk_ids.shape
     if not tokens or not topk:
         return out.zero_()
-    most = min(tokens, MAX_TOKENS)
-    workspace = make_workspace(layer.geometry, topk, most, x.dtype, x.device)
+    if workspace is None:
+        most = min(tokens, MAX_TOKENS)
+        workspace = make_workspace(layer.geometry, topk, most, x.dtype, x.device)
     options = {"expert_map": expert_map, "weight_on_input": weight_on_input}
     if expert_map is not None:
         options["expert_map"] = expert_map.contiguous()
     whole = (x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous(), out)
-    for rows, ids, weights, results in zip(*(t.split(MAX_TOKENS) for t in whole), strict=True):
+    for rows, ids, weights, results in zip(
+        *(t.split(workspace.tokens) for t in whole), strict=True
+    ):
         moe_decode(rows, layer, ids, weights, workspace, results, **options)
     return out
 

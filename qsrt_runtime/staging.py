@@ -43,12 +43,21 @@ class Staging:
 
         The block ends with FormatError when the file ends before that.
         """
-        out = torch.empty(size, dtype=torch.uint8, device=self.device)
+        return self.read_rows(path, start, 1, size, size)[0]
+
+    def read_rows(self, path: Path, start: int, rows: int, size: int, stride: int) -> torch.Tensor:
+        """`rows` runs of `size` bytes that begin at start, start + stride, ...: [rows, size].
+
+        As `read`, of nothing in between.
+        """
+        out = torch.empty(rows, size, dtype=torch.uint8, device=self.device)
+        runs = out.view(1, rows * size) if size == stride else out  # that lie side by side are one
         descriptor = os.open(path, os.O_RDONLY)
         self._descriptors.append(descriptor)
         self._parts += [
-            _Part(path, descriptor, start + offset, out[offset : offset + PART])
-            for offset in range(0, size, PART)
+            _Part(path, descriptor, start + row * stride + offset, run[offset : offset + PART])
+            for row, run in enumerate(runs)
+            for offset in range(0, len(run), PART)
         ]
         return out
 

@@ -27,6 +27,8 @@ class LayerWeights(Slab):
     """The stored bytes of one layer on a device, and what its experts do between the matrices.
 
     slots: whole pairs; a rank that owns some of them computes its share of the sum over ranks.
+    layer, geometry: where only a range of the experts is held, from expert f on, they are those of
+    a layer of its own, l + 5 f, whose experts stand where these do (Geometry.pair_shift).
     activations: [E] uint8, the place of each expert's activation in format.manifest.ACTIVATIONS.
     traits: see traits_of; the default holds for every layer.
     hidden_padding: how many of the geometry's hidden channels the model does not have; their

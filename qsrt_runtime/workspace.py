@@ -73,7 +73,9 @@ def make_workspace(
         programs=programs,
         rotated=torch.empty(2 * routes, geometry.hidden, dtype=dtype, device=device),
         middle=torch.empty(routes, geometry.intermediate, dtype=dtype, device=device),
-        partial=torch.empty(2, programs + tiles, PLACES, COLUMNS, device=device),
+        partial=torch.empty(
+            2, programs + tiles, PLACES, COLUMNS, dtype=torch.float32, device=device
+        ),
         counts=integers(2),
         arrivals=torch.zeros(2, dtype=torch.int32, device=device),
         block_experts=integers(most),

@@ -13,6 +13,7 @@ FORMAT_LIBRARIES = {"torch", "safetensors", "jsonschema"}
 LAZY = {
     "qsrt_pack.cli",
     "qsrt_pack.encode.viterbi",
+    "qsrt_runtime.integrations.vllm",
     "qsrt_runtime.moe",
 }  # --help is quick; triton is not everywhere
 RUNTIME_OF_PACK = {"evaluate", "bench", "hub"}  # modules of qsrt_pack that may import all of it

@@ -53,6 +53,9 @@ def test_wheel_holds_both_packages_the_schemas_and_nothing_else(wheel: Path) -> 
     schemas = {Path(n).name for n in names if n.startswith("qsrt_runtime/schemas/")}
     assert schemas == {path.name for path in (ROOT / "schemas").iterdir()}
     assert any(name.endswith("licenses/LICENSE") for name in names)
+    (entry_points,) = (name for name in names if name.endswith("entry_points.txt"))
+    plugin = "[vllm.general_plugins]\nqsrt = qsrt_runtime.integrations.vllm:register\n"
+    assert plugin in zipfile.ZipFile(wheel).read(entry_points).decode()
 
 
 def test_runtime_works_alone_without_triton(

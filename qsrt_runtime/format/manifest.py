@@ -34,6 +34,7 @@ DENSE_QUANTIZATION = "dense_quantization_config"
 ACTIVATIONS = ("silu", "situ")
 SITU_BETA = 4.0
 SITU_LINEAR_BETA = 25.0
+METHODS = ("qsrt", "modelopt")  # how convert's two loaders spell quant_method
 
 
 @dataclass(frozen=True)

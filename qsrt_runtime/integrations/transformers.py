@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download, snapshot_download
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
@@ -27,21 +26,20 @@ from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.geometry import Geometry, TrueSizes
 from qsrt_runtime.format.manifest import (
     ACTIVATIONS,
-    CHECKSUMS,
     DENSE_QUANTIZATION,
     IMPORT_FIRST,
-    MARKER,
+    METHODS,
     TRANSFORMERS_WEIGHTS,
     text_config,
 )
 from qsrt_runtime.format.package import Package, open_package
 from qsrt_runtime.format.slab import unpack_expert
+from qsrt_runtime.hub import sealed_snapshot
 from qsrt_runtime.load import check_unchanged, load_layer, verify_package
 from qsrt_runtime.moe import moe_forward
 from qsrt_runtime.staging import Staging
 from qsrt_runtime.weights import LayerWeights, Traits, traits_of
 
-METHODS = ("qsrt", "modelopt")  # how convert's two loaders spell quant_method
 _EXPERTS = re.compile(r"(?:^|\.)layers\.(\d+)\.(?:.+\.)?experts$")
 # The attributes by which transformers marks other experts, and what they are for ours.
 _PLAIN = {
@@ -278,10 +276,7 @@ def _package_folder(model: PreTrainedModel, shard: Path) -> Path:
     snapshot = shard.parent  # CACHE/models--OWNER--NAME/snapshots/REVISION
     if snapshot.parent.name != "snapshots":
         raise ValueError(f"{name}: a package lies at the root of a repository, not in a subfolder")
-    place = {"revision": snapshot.name, "cache_dir": snapshot.parents[2]}
-    listing = Path(hf_hub_download(name, CHECKSUMS, **place)).read_text()
-    sealed = [line.partition("  ")[2] for line in listing.splitlines()]
-    return Path(snapshot_download(name, allow_patterns=[*sealed, CHECKSUMS, MARKER], **place))
+    return sealed_snapshot(name, snapshot.name, snapshot.parents[2])
 
 
 def _replace_experts(model: PreTrainedModel, package: Package) -> None:

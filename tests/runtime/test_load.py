@@ -4,6 +4,7 @@ import json
 import logging
 import os
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ import qsrt_runtime
 from qsrt_runtime import load, staging, verified
 from qsrt_runtime.format import container
 from qsrt_runtime.format.errors import FormatError
-from qsrt_runtime.format.geometry import Geometry
+from qsrt_runtime.format.geometry import Geometry, TrueSizes, extent
 from qsrt_runtime.format.package import open_package
+from qsrt_runtime.format.slab import expert_pairs, unpack_expert
 from qsrt_runtime.load import load_package
 from qsrt_runtime.moe import moe_forward
 
@@ -153,6 +155,13 @@ def wide(tmp_path_factory):
     return write_package(path, Geometry(128, 7 * 256, 3), layers=(0, 2))
 
 
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    """Two layers of 5 experts of 3 pairs."""
+    path = tmp_path_factory.mktemp("many") / "package"
+    return write_package(path, Geometry(128, 3 * 256, 5), layers=(0, 1))
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 def test_ranks_add_up(wide, world_size):  # RT-11a
     whole = load_package(wide)
@@ -170,15 +179,109 @@ def test_ranks_add_up(wide, world_size):  # RT-11a
         assert expected.any()
 
 
-def test_a_rank_reads_its_extent_alone(wide, monkeypatch):
-    read, original = [], staging._read
+def test_eight_pairs_on_three_ranks(tmp_path):  # RT-11a
+    path = write_package(tmp_path / "package", Geometry(128, 8 * 256, 1), topk=1)
+    shares = [load_package(path, rank=rank, world_size=3).layers[0].slots for rank in range(3)]
+    assert shares == [range(0, 24), range(24, 48), range(48, 64)]
+
+
+@pytest.mark.parametrize("parts", [2, 3, 5])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranges_of_experts_add_up(many, parts, ranks):
+    whole = load_package(many)
+    assert whole.expert_map is None
+    generator = torch.Generator().manual_seed(0)
+    x, weights = torch.randn(6, 128, generator=generator), torch.rand(6, 2, generator=generator)
+    ids = torch.tensor([[0, 1], [2, 3], [4, 0], [1, 4], [3, -1], [2, 2]])
+    held = [
+        load_package(many, rank=rank, world_size=ranks, experts=extent(5, parts, part))
+        for part in range(parts)
+        for rank in range(ranks)
+    ]
+    for layer, expected in whole.layers.items():
+        expected = moe_forward(x, expected, ids, weights)
+        for options in ({}, {"weight_on_input": True}):  # RT-8b, over ranges
+            found = sum(
+                moe_forward(x, h.layers[layer], ids, weights, expert_map=h.expert_map, **options)
+                for h in held
+            )
+            if options:
+                expected = moe_forward(x, whole.layers[layer], ids, weights, **options)
+            assert ((found - expected).norm() / expected.norm()).item() < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["ours", "published"])
+def test_a_range_is_those_experts(many, golden, kind):
+    path, layer = (many, 1) if kind == "ours" else (golden / "publication", 5)
+    whole = load_package(path).layers[layer]
+    loaded = load_package(path, experts=range(1, 3))
+    assert loaded.expert_map.tolist() == [-1, 0, 1] + [-1] * (whole.geometry.experts - 3)
+    part, size = loaded.layers[layer], whole.geometry.bundle_bytes
+    assert part.geometry == dataclasses.replace(whole.geometry, experts=2)
+    assert torch.equal(part.atoms, whole.atoms[:, size : 3 * size])
+    assert torch.equal(part.format_codes, whole.format_codes[1:3])
+    assert torch.equal(part.activations, whole.activations[1:3])
+    assert torch.equal(part.shared_scales, whole.shared_scales[:, 1:3])
+    for place, expert in enumerate((1, 2)):
+        assert expert_pairs(part, place) == expert_pairs(whole, expert)
+        found, expected = unpack_expert(part, place), unpack_expert(whole, expert)
+        for matrix in ("w1", "w3", "w2"):
+            for records in zip(
+                getattr(found, matrix).records, getattr(expected, matrix).records, strict=True
+            ):
+                assert torch.equal(*records)
+
+
+def test_a_range_of_experts_that_share_their_scales(golden):
+    """The other published schema has one row of them, for all experts."""
+    stored = container.read_layer(golden / "kimi_layer.safetensors")
+    manifest = {"layers": {"7": {"expert_count": stored.geometry.experts}}}
+    package = SimpleNamespace(
+        geometry=stored.geometry,
+        true_sizes=TrueSizes(stored.geometry.hidden, stored.geometry.intermediate),
+        path=golden,
+        layer_name=lambda _: "kimi_layer.safetensors",
+        documents=SimpleNamespace(config={"hidden_act": "situ"}, manifest=manifest),
+    )
+    with staging.Staging(torch.device("cpu")) as stage:
+        part = load.load_layer(package, 7, stage, range(8, 16), range(1))
+    assert torch.equal(part.shared_scales, stored.shared_scales)
+    assert torch.equal(part.atoms, stored.atoms[8:16, : stored.geometry.bundle_bytes])
+    assert part.activations.tolist() == [1]
+
+
+@pytest.mark.parametrize("experts", [range(0), range(2, 2), range(3, 6), range(-1, 2)])
+def test_experts_that_are_not_there(many, experts):
+    with pytest.raises(ValueError, match=r"experts is range\(.*\), expected some, of step 1, of"):
+        load_package(many, experts=experts)
+
+
+def test_experts_that_are_no_range(many):
+    with pytest.raises(ValueError, match=r"experts is range\(0, 4, 2\), expected some, of step 1"):
+        load_package(many, experts=range(0, 4, 2))
+    with pytest.raises(TypeError, match=r"experts is \[0, 1\], expected a range"):
+        load_package(many, experts=[0, 1])
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """The byte ranges of layer files that were read since the list was cleared."""
+    ranges, original = [], staging._read
 
     def counted(part, memory):
-        read.append(memory.nbytes)
+        ranges.append((part.path.name, range(part.start, part.start + memory.nbytes)))
         return original(part, memory)
 
-    load_package(wide)  # verifies
     monkeypatch.setattr(staging, "_read", counted)
+    return ranges
+
+
+def count(ranges):
+    return sum(len(places) for _, places in ranges)
+
+
+def test_a_rank_reads_its_extent_alone(wide, read):
+    load_package(wide)  # verifies
     stride, small = load_package(wide).geometry.slot_stride(3), 2 * (3 + 2 * 3 * 3 * 128)
     for arguments, slots in (
         ({}, 56),
@@ -187,7 +290,18 @@ def test_a_rank_reads_its_extent_alone(wide, monkeypatch):
     ):
         read.clear()
         loaded = load_package(wide, **arguments)
-        assert loaded.load_bytes == sum(read) == small + 2 * slots * stride
+        assert loaded.load_bytes == count(read) == small + 2 * slots * stride
+
+
+def test_a_range_of_experts_reads_its_bundles_alone(many, read):
+    geometry = load_package(many).geometry
+    size, stride = geometry.bundle_bytes, geometry.slot_stride(5)
+    place = container.layer_place(many / "qsrt-layer-000.safetensors")
+    read.clear()
+    loaded = load_package(many, rank=1, world_size=3, experts=range(2, 4), layers=[0])
+    assert loaded.load_bytes == count(read) == 2 + 2 * 3 * 2 * 128 + 8 * 2 * size
+    bundles = {places.start for _, places in read if places.start >= place.slab}
+    assert bundles == {place.slab + slot * stride + 2 * size for slot in range(8, 16)}
 
 
 @pytest.mark.parametrize(
@@ -195,6 +309,7 @@ def test_a_rank_reads_its_extent_alone(wide, monkeypatch):
     [
         (0, 8, "world_size is 8; experts of 1792 channels have 7 pairs"),
         (0, 0, "world_size is 0"),
+        (3, 8, "have 7 pairs, of which each rank owns at least one"),
         (2, 2, r"rank is 2, expected 0\.\.1"),
         (-1, 2, r"rank is -1, expected 0\.\.1"),
     ],
@@ -213,7 +328,7 @@ def test_ranks_that_are_no_integers(wide, argument, value):
 
 def test_default_device_does_not_matter(wide):
     with torch.device("meta"):
-        found = load_package(wide)
+        found = load_package(wide, verify="always")
     assert {t.device.type for t in vars(found.layers[0]).values() if hasattr(t, "device")} == {
         "cpu"
     }

@@ -67,6 +67,16 @@ def test_compiles_whole(layer, batch, dynamic):
         assert torch.equal(forward(x[:rows], ids[:rows], weights[:rows]), expected)
 
 
+def test_compiles_once_for_any_number_of_tokens(layer, batch):
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def forward(x, ids, weights):
+        return moe_forward(x, layer, ids, weights)
+
+    for value in batch:
+        torch._dynamo.mark_dynamic(value, 0)  # an error where a graph is for one number
+    assert torch.equal(forward(*batch), moe_forward(batch[0], layer, *batch[1:]))
+
+
 def test_compiling_refuses_what_running_refuses(layer, batch):
     @torch.compile(fullgraph=True, backend="aot_eager")
     def forward(x, ids, weights):

@@ -23,7 +23,7 @@ from qsrt_runtime import moe_decode as module
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.moe import moe_forward
-from qsrt_runtime.moe_decode import moe_decode
+from qsrt_runtime.moe_decode import moe_decode, moe_forward_kernels
 from qsrt_runtime.moe_reference import moe_forward_reference
 from qsrt_runtime.ops import fused
 from qsrt_runtime.weights import LayerWeights, Traits, traits_of
@@ -204,6 +204,35 @@ def test_ranks_add_up(name, dtype):  # RT-11a
 
 
 @pytest.mark.parametrize(("name", "dtype"), DEVICES)
+def test_a_range_of_experts_is_a_layer_of_its_own(name, dtype):
+    geometry, codes = Geometry(128, 768, 5), [0x11, 0, 0x02, 0x10, 0]
+    whole = random_layer(geometry, place(name), codes=codes, sides="expert")
+    held, size = slice(2, 4), geometry.bundle_bytes
+    part = replace(
+        whole,
+        layer=whole.layer + 5 * 2,
+        geometry=replace(geometry, experts=2),
+        format_codes=whole.format_codes[held],
+        shared_scales=whole.shared_scales[:, held].contiguous(),
+        atoms=whole.atoms[:, 2 * size : 4 * size].contiguous(),
+        activations=whole.activations[held],
+    )
+    x, ids, weights = inputs(part, 3, 2, dtype)
+    found = run(x, part, ids, weights)
+    assert error(found, moe_forward_reference(x.float(), whole, ids + 2, weights)) < BOUND[dtype]
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+def test_many_tokens_in_a_callers_workspace(name, dtype):
+    layer = random_layer(SMALL, place(name))
+    x, ids, weights = inputs(layer, 7, 2, dtype)
+    workspace = poisoned(layer, 2, dtype, tokens=3)
+    found = moe_forward_kernels(x, layer, ids, weights, workspace=workspace)
+    assert torch.equal(found[6:], run(x[6:], layer, ids[6:], weights[6:]))
+    assert error(found, moe_forward_reference(x.float(), layer, ids, weights)) < BOUND[dtype]
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
 def test_types_of_ids_and_weights(name, dtype):  # RT-7b
     layer = random_layer(SMALL, place(name))
     x, ids, weights = inputs(layer, 2, 2, dtype)
@@ -297,6 +326,16 @@ def test_workspaces_that_make_no_sense(tokens, topk):
         make_workspace(SMALL, topk, tokens, HALF, torch.device("cpu"))
 
 
+def test_workspaces_are_the_same_whatever_the_default_type_is():
+    """vLLM loads a model with the model's type as the default."""
+    torch.set_default_dtype(BFLOAT)
+    try:
+        workspace = make_workspace(SMALL, 2, 4, HALF, torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert workspace.partial.dtype == torch.float32
+
+
 def on_gpu(geometry=SMALL, **options):
     return random_layer(geometry, torch.device("cuda"), **options)
 
@@ -356,6 +395,21 @@ def test_the_operator_in_a_graph():
         found = moe_forward(x, layer, ids, weights)
     graph.replay()
     assert torch.equal(found, expected)
+
+
+@GPU
+def test_many_tokens_in_a_graph_with_a_callers_workspace():
+    layer = on_gpu()
+    workspace = poisoned(layer, 2, BFLOAT)
+    x, ids, weights = inputs(layer, 40, 2, BFLOAT)
+    expected = moe_forward_kernels(x, layer, ids, weights, workspace=workspace).clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = moe_forward_kernels(x, layer, ids, weights, workspace=workspace)
+    graph.replay()
+    assert torch.equal(found, expected)
+    check_guards(workspace)
+    assert error(found, moe_forward_reference(x.float(), layer, ids, weights)) < BOUND[BFLOAT]
 
 
 @GPU
