@@ -21,7 +21,7 @@ from qsrt_runtime.format.manifest import CHECKSUMS, MARKER
 T = TypeVar("T")
 TRIES = 5
 LONGEST_WAIT_S = 60
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?", re.ASCII)
 _TOKEN = re.compile(r"\bhf_\w+")
 _UNSURE = (HTTPError, json.JSONDecodeError, RuntimeError)  # may pass
 _FAULTS = (*_UNSURE, EntryNotFoundError, OfflineModeIsEnabled, ValueError)

@@ -58,7 +58,7 @@ class Package:
 
     @property
     def side_files(self) -> list[str]:
-        """Listed files that are neither weights nor a document of the format."""
+        """Listed files that are neither weights nor of the format, nor written for the Hub."""
         own = {MANIFEST, CONFIG, INDEX, CARD, REPORT, ".gitattributes"}
         own |= {self.layer_name(n) for n in self.layers}
         own |= {self.evidence_name(n) for n in self.layers}

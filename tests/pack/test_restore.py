@@ -148,7 +148,7 @@ def test_side_files_are_there_and_nothing_of_the_package(package: Path, tmp_path
     found = {p.relative_to(tmp_path / "dense").as_posix() for p in (tmp_path / "dense").rglob("*")}
     assert found == {
         *("config.json", "generation_config.json", INDEX, "model-00001-of-00001.safetensors"),
-        *("tokenizer.json", "assets", "assets/logo.png", "README.md"),
+        *("tokenizer.json", "assets", "assets/logo.png"),  # the card is the package's
     }
     assert (tmp_path / "dense" / "assets" / "logo.png").read_text() == "assets/logo.png"
 

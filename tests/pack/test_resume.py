@@ -14,6 +14,7 @@ from qsrt_pack.encode.expert import Settings
 from qsrt_pack.restore import decode_package
 from qsrt_pack.validate import validate
 from qsrt_runtime.format.errors import FormatError
+from qsrt_runtime.format.package import seal
 
 FAST = Settings(search="fast")
 EXPERTS = 4  # of each of the two layers of the clean checkpoint
@@ -414,6 +415,14 @@ def test_a_complete_output_with_other_side_files_is_refused(
     (checkpoint / "tokenizer.json").write_text("{}")
     with pytest.raises(FormatError, match="is the package of another source"):
         convert(checkpoint, package)
+
+
+def test_a_complete_output_may_have_a_card(package: Path, clean_checkpoint: Path) -> None:
+    (package / "README.md").write_text("# card\n")
+    seal(package)
+    before = (package / "QSRT_COMPLETE.json").read_bytes()
+    convert(clean_checkpoint, package)
+    assert (package / "QSRT_COMPLETE.json").read_bytes() == before
 
 
 def test_what_the_run_would_clear_away_counts_as_free(
