@@ -13,6 +13,10 @@ from packages import write_package
 from qsrt_runtime.format.geometry import Geometry, extent
 from qsrt_runtime.load import load_package
 
+# What C++ says of a thread that nobody joined. On a busy machine torch 2.13 does that now and then
+# to a process that leaves a gloo group; Python code, all there is of ours here, cannot.
+ABORTED = "terminate called without an active exception"
+
 
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
@@ -25,9 +29,13 @@ def torchrun(repository, ranks, *arguments):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc_per_node", str(ranks), str(repository / "examples/parallel_experts.py")]
     environment = os.environ | {"PYTHONPATH": str(repository), "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        [*command, *map(str, arguments)], env=environment, capture_output=True, text=True
-    )
+    for _ in range(3):
+        ran = subprocess.run(
+            [*command, *map(str, arguments)], env=environment, capture_output=True, text=True
+        )
+        if ABORTED not in ran.stderr:
+            break
+    return ran
 
 
 def share_bytes(geometry, layers, slots, experts):
