@@ -7,6 +7,7 @@ import base64
 import hashlib
 import json
 import re
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +18,14 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 LARGE = 1 << 14  # bytes from which a file is a large one
 Fault = Callable[["Request"], int | None]
+
+
+class _Server(ThreadingHTTPServer):
+    """A server that says nothing of clients that have gone."""
+
+    def handle_error(self, *request: Any) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(*request)
 
 
 @dataclass(frozen=True)
@@ -60,7 +69,7 @@ class FakeHub:
         self.fault: Fault = lambda request: None
         self.lock = threading.RLock()
         handler = type("Handler", (_Handler,), {"hub": self})
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        self.server = _Server(("127.0.0.1", 0), handler)
         self.server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self.server.server_port}"
 

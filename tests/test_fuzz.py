@@ -21,7 +21,7 @@ from packages import write_package
 from qsrt_pack.source.checkpoint import open_checkpoint
 from qsrt_pack.state import read_state
 from qsrt_pack.statistics import open_statistics
-from qsrt_runtime.format import manifest, paths, schema, tensorfile
+from qsrt_runtime.format import evidence, manifest, paths, schema, tensorfile
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.format.package import open_package, read_evidence
@@ -241,7 +241,7 @@ def test_a_name_that_is_accepted_stays_inside(room: Path, name: Any) -> None:
 
 @given(text=st.text(max_size=40) | st.binary(max_size=128).map(lambda b: b.hex()))
 def test_channel_orders(text: str) -> None:
-    tolerated(lambda: manifest.low_to_high(text, 256, "here"))
+    tolerated(lambda: evidence.low_to_high(text, 256, "here"))
 
 
 @pytest.mark.parametrize("count", [100_000])
