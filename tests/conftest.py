@@ -7,6 +7,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it once, as it is imported
+
 import checkpoints
 import pytest
 import torch
@@ -15,7 +17,6 @@ from hypothesis import HealthCheck, settings
 from qsrt_pack import job
 from qsrt_pack.encode.expert import Settings
 
-os.environ["HF_HUB_OFFLINE"] = "1"  # read when a test first imports transformers
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a test first imports triton
 
