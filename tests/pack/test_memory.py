@@ -23,16 +23,21 @@ CHILD = """
     large = []
     for _ in range(64):
         large.append(torch.ones(4 << 20, dtype=torch.uint8))
-        kept.append(torch.ones(1 << 10, dtype=torch.uint8))
+        kept.append(torch.ones(1 << 19, dtype=torch.uint8))  # too large for holes below
     assert resident() - before > 200
     large.clear()
-    print(resident() - before)
+    print(resident() - before - 32)  # without the kept
 """
 
 
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="no mallopt")
-@pytest.mark.parametrize("what", ["kept", "given back"])
-def test_freed_memory(what: str) -> None:
+def kept_of_freed(what: str) -> int:
+    """Megabytes that stay resident after 256 of them are freed."""
     run = [sys.executable, "-c", textwrap.dedent(CHILD), what]
-    megabytes = int(subprocess.run(run, capture_output=True, text=True, check=True).stdout)
-    assert megabytes > 200 if what == "kept" else megabytes < 30
+    return int(subprocess.run(run, capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="no mallopt")
+def test_freed_memory_goes_back() -> None:
+    if kept_of_freed("as it comes") < 200:
+        pytest.skip("this C library gives it back without being told")
+    assert kept_of_freed("given back") < 30
