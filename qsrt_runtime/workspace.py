@@ -1,4 +1,4 @@
-"""Every buffer that decoding a few tokens needs, sized once."""
+"""Every buffer that the kernels need, sized once."""
 
 from dataclasses import dataclass
 
@@ -9,6 +9,10 @@ from qsrt_runtime.format.geometry import Geometry
 MAX_TOKENS = 16  # of one call of moe_decode
 PLACES = 8  # routes of a block, which share a decoded weight
 COLUMNS = 512  # of a tile of a product
+MAX_PREFILL_TOKENS = 4096  # of one call of moe_prefill
+MIN_BLOCK, MAX_BLOCK = 16, 128  # routes of a block of its products
+SCRATCH_BYTES = 1 << 28  # of experts' labels at a time
+_PREFILL_WAVES = 2  # programs of a product for each multiprocessor
 _PLAIN_PROGRAMS = 3  # where there is no GPU, whose multiprocessors decide
 
 
@@ -89,3 +93,82 @@ def _programs(device: torch.device) -> int:
     if device.type != "cuda":
         return _PLAIN_PROGRAMS
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@dataclass(frozen=True)
+class PrefillWorkspace:
+    """Buffers of moe_prefill, the caller's; one call at a time uses them.
+
+    inputs: the traits' that it has room for, see weights.Traits.
+    rotated: [T, 2 T or 2 R; H], middle: [R, I], of the rows' type, tiles in fragment order, where
+    R = T topk.
+    sums: [R max(2 I, H)], of gate and up, then of down; bfloat16 for bfloat16 rows, else float32.
+    scratch: uint8, E4M3 labels of as many experts' matrices as it has room for.
+    invalid: [1], ids that name no expert and are not -1; first_block: [E + 1], cursors: [E],
+    block_experts: [blocks], order: [places], routes by expert; int32.
+    programs: of the products.
+    """
+
+    tokens: int
+    topk: int
+    geometry: Geometry
+    inputs: int
+    programs: int
+    rotated: torch.Tensor
+    middle: torch.Tensor
+    sums: torch.Tensor
+    scratch: torch.Tensor
+    invalid: torch.Tensor
+    first_block: torch.Tensor
+    cursors: torch.Tensor
+    block_experts: torch.Tensor
+    order: torch.Tensor
+
+    def invalid_routes(self) -> int:
+        """Ids of the last call that named no expert and were not -1. Waits for the device."""
+        return int(self.invalid)
+
+
+def make_prefill_workspace(
+    geometry: Geometry,
+    topk: int,
+    tokens: int,
+    inputs: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    scratch_bytes: int = SCRATCH_BYTES,
+) -> PrefillWorkspace:
+    """Buffers for calls of up to `tokens` tokens, at most MAX_PREFILL_TOKENS, of `topk` routes.
+
+    inputs: of the layers' traits.   dtype: of the rows, float16 or bfloat16.
+    scratch_bytes: for labels; one expert's gate and up are held whatever it says.
+    """
+    if not 1 <= tokens <= MAX_PREFILL_TOKENS:
+        raise ValueError(f"a workspace is for 1 to {MAX_PREFILL_TOKENS} tokens, not {tokens}")
+    if topk < 1:
+        raise ValueError(f"topk is {topk}, expected at least 1")
+    routes, hidden, inner = tokens * topk, geometry.hidden, geometry.intermediate
+    experts, one = geometry.experts, 2 * geometry.intermediate * geometry.hidden
+    rows = {0: 2 * routes, 1: tokens, 2: 2 * tokens}[inputs]
+    places = min(routes * MAX_BLOCK, routes + experts * (MAX_BLOCK - 1))  # for blocks of any size
+    sums = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    return PrefillWorkspace(
+        tokens=tokens,
+        topk=topk,
+        geometry=geometry,
+        inputs=inputs,
+        programs=_PREFILL_WAVES * _programs(device),
+        rotated=empty(rows, hidden, dtype=dtype),
+        middle=empty(routes, inner, dtype=dtype),
+        sums=empty(routes * max(2 * inner, hidden), dtype=sums),
+        scratch=empty(max(one, min(scratch_bytes, one * experts)), dtype=torch.uint8),
+        invalid=empty(1),
+        first_block=empty(experts + 1),
+        cursors=empty(experts),
+        block_experts=empty(min(routes, routes // MIN_BLOCK + experts)),
+        order=empty(places),
+    )

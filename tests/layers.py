@@ -19,6 +19,7 @@ DEVICES = [
     pytest.param("cuda", BFLOAT, marks=GPU, id="cuda-bfloat16"),
 ]
 SMALL = Geometry(128, 256, 5)
+BAD = {torch.int32: 1 << 30, torch.uint8: 0x7F}  # the latter is E4M3's NaN
 GUARD = 1 << 16  # elements behind each buffer of a workspace
 
 
@@ -75,15 +76,21 @@ def poisoned(layer, topk, dtype, tokens=16, programs=None):
         parts = workspace.partial.shape[1] - workspace.programs + programs
         partial = workspace.partial.new_empty(2, parts, *workspace.partial.shape[2:])
         workspace = replace(workspace, programs=programs, partial=partial)
+    workspace = guard(workspace)
+    workspace.arrivals.zero_()
+    return workspace
+
+
+def guard(workspace):
+    """The same buffers full of what is noticed, with a guard behind each."""
     guarded = {}
     for name, value in vars(workspace).items():
         if isinstance(value, torch.Tensor):
-            bad = float("nan") if value.is_floating_point() else 1 << 30
+            bad = float("nan") if value.is_floating_point() else BAD[value.dtype]
             whole = torch.full(
                 (value.numel() + GUARD,), bad, dtype=value.dtype, device=value.device
             )
             guarded[name] = whole[: value.numel()].view(value.shape)
-    guarded["arrivals"].zero_()
     return replace(workspace, **guarded)
 
 
@@ -91,9 +98,10 @@ def check_guards(workspace):
     """Nothing was written beyond a buffer's end."""
     for value in vars(workspace).values():
         if isinstance(value, torch.Tensor):
-            guard = value.new_empty(0).set_(value.untyped_storage())[value.numel() :]
-            assert len(guard) == GUARD
-            assert (guard.isnan() if guard.is_floating_point() else guard == 1 << 30).all()
+            behind = value.new_empty(0).set_(value.untyped_storage())[value.numel() :]
+            assert len(behind) == GUARD
+            bad = behind.isnan() if behind.is_floating_point() else behind == BAD[value.dtype]
+            assert bad.all()
 
 
 def error(found, expected):

@@ -130,3 +130,149 @@ def activate(gate, up, is_situ, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr):
     kept = tl.where(is_situ, BETA * _tanh(gate / BETA), gate)
     linear = tl.where(is_situ, LINEAR_BETA * _tanh(up / LINEAR_BETA), up)
     return kept * _sigmoid(gate) * linear
+
+
+@triton.jit
+def rotate_rows(
+    x,
+    scales,
+    ids,
+    expert_map,
+    out,
+    row,
+    part,
+    num_rows,
+    num_ids,
+    num_experts,
+    HIDDEN: tl.constexpr,
+    SCALE_ROWS: tl.constexpr,
+    TOPK: tl.constexpr,
+    BY_ROUTE: tl.constexpr,
+    INPUTS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    HAS_MAP: tl.constexpr,
+):
+    """Rotate some blocks of a row by the scales of gate and, where INPUTS is 2, of up."""
+    channel = part * BLOCKS * 128 + tl.arange(0, BLOCKS * 128)
+    mask = channel < HIDDEN
+    token, expert = row, row * 0
+    if BY_ROUTE:
+        token = row // TOPK
+        expert, _ = expert_of(ids, expert_map, row, True, num_ids, num_experts, HAS_MAP)
+        mask &= channel * 0 + expert >= 0
+    value = tl.load(x + token.to(tl.int64) * HIDDEN + channel, mask=mask, other=0)
+    if SCALE_ROWS == 1:
+        expert = row * 0
+    for matrix in tl.static_range(0, INPUTS):
+        suh = scales + (matrix * SCALE_ROWS + expert).to(tl.int64) * HIDDEN
+        scaled = value.to(tl.float32) * tl.load(suh + channel, mask=mask, other=0).to(tl.float32)
+        rotated = rotate(tl.reshape(scaled, (BLOCKS, 128)), BLOCKS)
+        rotated = tl.reshape(rotated, (BLOCKS * 128,)).to(out.dtype.element_ty)
+        target = out + (matrix * num_rows + row).to(tl.int64) * HIDDEN
+        tl.store(target + in_fragment_order(channel), rotated, mask=mask)
+
+
+@triton.jit
+def decode(
+    slab,
+    labels,
+    codes,
+    expert,
+    layer,
+    first_pair,
+    part,
+    step,
+    column,
+    HIDDEN: tl.constexpr,
+    BUNDLE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    DOWN: tl.constexpr,
+    UNIFORM: tl.constexpr,
+):
+    """Weights [64, n] of a step at some columns of a tile, in the type of the labels.
+
+    slab: words, int32.   part: of the tile, a held pair or 512 hidden channels.   column: [n].
+    """
+    depth = tl.arange(0, 64)
+    strip, width = column >> 4, column & 15
+    block, height = depth >> 4, depth & 15
+    row = height[:, None]
+    col = width[None, :]
+    if DOWN:
+        tile_row = step * 4 + block  # slot and side
+        slot, side = (tile_row >> 1)[:, None] + strip[None, :] * 0, (tile_row & 1)[:, None]
+        hidden_tile = part * 32 + strip[None, :]
+        matrix: tl.constexpr = 24 * HIDDEN // 4
+        offset = matrix
+    else:
+        slot = part * 8 + (strip & 7)[None, :] + block[:, None] * 0
+        side = ((strip >> 3) & 1)[None, :]
+        hidden_tile = (step * 4 + block)[:, None]
+        offset = ((strip >> 4) * (12 * HIDDEN // 4))[None, :]
+    low = 3
+    if not UNIFORM:
+        low = low_bits(codes, expert, first_pair + slot // 8, layer, PAIRS, DOWN)
+    bits = tl.where(side == 1, 6 - low, low)
+    tiles = hidden_tile + slot * 0
+    base = slot.to(tl.int64) * (SLOT_STRIDE // 4) + expert.to(tl.int64) * (BUNDLE // 4)
+    base += offset + side * (HIDDEN // 16) * 8 * low + tiles * 8 * bits
+    # Where a weight stands in its tile's path, and the last bit of its state.
+    place = 8 * (4 * (col & 7) + ((row & 7) >> 1)) + (row & 1) + 2 * (row >> 3) + 4 * (col >> 3)
+    end = bits * (place + 1)
+    word = (end - 1) >> 5
+    there = tiles < HIDDEN // 16
+    new = tl.load(slab + base + word, mask=there, other=0).to(tl.uint32, bitcast=True)
+    before = tl.where(word == 0, 8 * bits, word) - 1
+    old = tl.load(slab + base + before, mask=there, other=0).to(tl.uint32, bitcast=True)
+    both = (old.to(tl.uint64) << 32) | new.to(tl.uint64)
+    state = ((both >> (32 * (word + 1) - end).to(tl.uint64)) & 0xFFFF).to(tl.int32)
+    return tl.load(labels + (bits - 2) * STATES + state)
+
+
+@triton.jit
+def middle_scales(
+    slab, activations, expert, pair,
+    HIDDEN: tl.constexpr, BUNDLE: tl.constexpr, SLOT_STRIDE: tl.constexpr,
+):  # fmt: skip
+    """Of a pair of an expert: svh of gate and up, suh of down, [256] each; whether it is SiTU.
+
+    The channels are of the low record, then of the high one.
+    """
+    channel = tl.arange(0, 256)
+    side, slot, inside = channel // 128, channel // 16 % 8, channel % 16
+    local = slab + (pair * 8 + slot).to(tl.int64) * SLOT_STRIDE + expert * BUNDLE + 36 * HIDDEN
+    local = local.to(tl.pointer_type(tl.float16)) + side * 16 + inside
+    gate_scale = tl.load(local).to(tl.float32)
+    up_scale = tl.load(local + 32).to(tl.float32)
+    down_scale = tl.load(local + 64).to(tl.float32)
+    return gate_scale, up_scale, down_scale, tl.load(activations + expert) == 1
+
+
+@triton.jit
+def store_middle(
+    gate, up, gate_scale, up_scale, down_scale, is_situ, out,
+    BETA: tl.constexpr, LINEAR_BETA: tl.constexpr,
+):  # fmt: skip
+    """From a pair's sums of gate and up, [256] each, to what down receives of it, at out.
+
+    A slot's 32 channels after one another, tiles in fragment order.
+    """
+    gate = tl.reshape(rotate(tl.reshape(gate, (2, 128)), 2), (256,)) * gate_scale
+    up = tl.reshape(rotate(tl.reshape(up, (2, 128)), 2), (256,)) * up_scale
+    middle = activate(gate, up, is_situ, BETA, LINEAR_BETA) * down_scale
+    middle = tl.reshape(rotate(tl.reshape(middle, (2, 128)), 2), (256,))
+    channel = tl.arange(0, 256)
+    side, slot, inside = channel // 128, channel // 16 % 8, channel % 16
+    order = in_fragment_order(slot * 32 + side * 16 + inside)
+    tl.store(out + order, middle.to(out.dtype.element_ty))
+
+
+@triton.jit
+def label_values(labels, DTYPE: tl.constexpr):
+    """E4M3 bytes, none of them NaN, in a type that holds them exactly; no FP8 hardware needed."""
+    bits = labels.to(tl.int16)
+    sign, size = (bits & 128) << 8, bits & 127
+    if DTYPE.is_bf16():
+        return (sign | (size << 4)).to(tl.bfloat16, bitcast=True) * 1.329227995784916e36  # 2^120
+    return (sign | (size << 7)).to(tl.float16, bitcast=True) * 256.0

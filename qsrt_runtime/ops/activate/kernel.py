@@ -6,11 +6,10 @@ import triton.language as tl
 from qsrt_runtime.ops.kernel import (
     COLUMNS,
     PLACES,
-    activate,
     expert_of,
     first_and_last_program,
-    in_fragment_order,
-    rotate,
+    middle_scales,
+    store_middle,
     wait_for_previous,
 )
 
@@ -63,14 +62,10 @@ def activate_kernel(
         expert = tl.load(block_experts + tl.maximum(at, 0) // PLACES, mask=at >= 0, other=0)
     block, place = tl.maximum(at, 0) // PLACES, tl.maximum(at, 0) % PLACES
     expert = tl.maximum(expert, 0).to(tl.int64)
-    channel = tl.arange(0, 256)  # of the pair: low record, then high
-    side, slot, inside = channel // 128, channel // 16 % 8, channel % 16
-    local = slab + (pair * 8 + slot).to(tl.int64) * SLOT_STRIDE + expert * BUNDLE + 36 * HIDDEN
-    local = local.to(tl.pointer_type(tl.float16)) + side * 16 + inside
-    gate_scale = tl.load(local).to(tl.float32)
-    up_scale = tl.load(local + 32).to(tl.float32)
-    down_scale = tl.load(local + 64).to(tl.float32)
-    is_situ = tl.load(activations + expert) == 1
+    channel = tl.arange(0, 256)
+    gate_scale, up_scale, down_scale, is_situ = middle_scales(
+        slab, activations, expert, pair, HIDDEN, BUNDLE, SLOT_STRIDE
+    )
     if WEIGH:
         weight = tl.load(weights + route).to(tl.float32)
         gate_scale *= weight
@@ -89,10 +84,5 @@ def activate_kernel(
         gate += tl.sum(tl.load(part + channel[None, :], mask=there, other=0), 0)
         up += tl.sum(tl.load(part + 256 + channel[None, :], mask=there, other=0), 0)
         first += PARTS
-    gate = tl.reshape(rotate(tl.reshape(gate, (2, 128)), 2), (256,)) * gate_scale
-    up = tl.reshape(rotate(tl.reshape(up, (2, 128)), 2), (256,)) * up_scale
-    middle = activate(gate, up, is_situ, BETA, LINEAR_BETA) * down_scale
-    middle = tl.reshape(rotate(tl.reshape(middle, (2, 128)), 2), (256,))
     target = out + route.to(tl.int64) * (256 * PAIRS) + pair * 256
-    order = in_fragment_order(slot * 32 + side * 16 + inside)
-    tl.store(target + order, middle.to(out.dtype.element_ty))
+    store_middle(gate, up, gate_scale, up_scale, down_scale, is_situ, target, BETA, LINEAR_BETA)

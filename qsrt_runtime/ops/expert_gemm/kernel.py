@@ -15,70 +15,11 @@ import triton.language as tl
 from qsrt_runtime.ops.kernel import (
     COLUMNS,
     PLACES,
-    STATES,
     block_of,
+    decode,
     in_fragment_order,
-    low_bits,
     wait_for_previous,
 )
-
-
-@triton.jit
-def _decode(
-    slab,
-    labels,
-    codes,
-    expert,
-    layer,
-    first_pair,
-    part,
-    step,
-    column,
-    HIDDEN: tl.constexpr,
-    BUNDLE: tl.constexpr,
-    SLOT_STRIDE: tl.constexpr,
-    PAIRS: tl.constexpr,
-    DOWN: tl.constexpr,
-    UNIFORM: tl.constexpr,
-):
-    """Weights [64, n] of a step at some columns of a tile, in the type of the labels.
-
-    slab: words, int32.   part: of the tile, a held pair or 512 hidden channels.   column: [n].
-    """
-    depth = tl.arange(0, 64)
-    strip, width = column >> 4, column & 15
-    block, height = depth >> 4, depth & 15
-    row = height[:, None]
-    col = width[None, :]
-    if DOWN:
-        tile_row = step * 4 + block  # slot and side
-        slot, side = (tile_row >> 1)[:, None] + strip[None, :] * 0, (tile_row & 1)[:, None]
-        hidden_tile = part * 32 + strip[None, :]
-        matrix: tl.constexpr = 24 * HIDDEN // 4
-        offset = matrix
-    else:
-        slot = part * 8 + (strip & 7)[None, :] + block[:, None] * 0
-        side = ((strip >> 3) & 1)[None, :]
-        hidden_tile = (step * 4 + block)[:, None]
-        offset = ((strip >> 4) * (12 * HIDDEN // 4))[None, :]
-    low = 3
-    if not UNIFORM:
-        low = low_bits(codes, expert, first_pair + slot // 8, layer, PAIRS, DOWN)
-    bits = tl.where(side == 1, 6 - low, low)
-    tiles = hidden_tile + slot * 0
-    base = slot.to(tl.int64) * (SLOT_STRIDE // 4) + expert.to(tl.int64) * (BUNDLE // 4)
-    base += offset + side * (HIDDEN // 16) * 8 * low + tiles * 8 * bits
-    # Where a weight stands in its tile's path, and the last bit of its state.
-    place = 8 * (4 * (col & 7) + ((row & 7) >> 1)) + (row & 1) + 2 * (row >> 3) + 4 * (col >> 3)
-    end = bits * (place + 1)
-    word = (end - 1) >> 5
-    there = tiles < HIDDEN // 16
-    new = tl.load(slab + base + word, mask=there, other=0).to(tl.uint32, bitcast=True)
-    before = tl.where(word == 0, 8 * bits, word) - 1
-    old = tl.load(slab + base + before, mask=there, other=0).to(tl.uint32, bitcast=True)
-    both = (old.to(tl.uint64) << 32) | new.to(tl.uint64)
-    state = ((both >> (32 * (word + 1) - end).to(tl.uint64)) & 0xFFFF).to(tl.int32)
-    return tl.load(labels + (bits - 2) * STATES + state)
 
 
 @triton.jit(
@@ -158,7 +99,7 @@ def plain_kernel(
                 x + row.to(tl.int64)[:, None] * (STEPS * 64) + in_fragment_order(depth)[None, :]
             )
             rows = tl.load(source, mask=(route >= 0)[:, None], other=0)
-            weights = _decode(
+            weights = decode(
                 slab,
                 labels,
                 codes,

@@ -6,8 +6,7 @@ import triton.language as tl
 from qsrt_runtime.ops.kernel import (
     PLACES,
     expert_of,
-    in_fragment_order,
-    rotate,
+    rotate_rows,
     wait_for_previous,
 )
 
@@ -75,46 +74,6 @@ def _map_routes(
         tl.store(block_routes + place + empty, -1, mask=leads & (size <= empty))
 
 
-@triton.jit
-def _rotate_rows(
-    x,
-    scales,
-    ids,
-    expert_map,
-    out,
-    row,
-    part,
-    num_rows,
-    num_ids,
-    num_experts,
-    HIDDEN: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    TOPK: tl.constexpr,
-    BY_ROUTE: tl.constexpr,
-    INPUTS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    HAS_MAP: tl.constexpr,
-):
-    """Rotate some blocks of a row by the scales of gate and, where INPUTS is 2, of up."""
-    channel = part * BLOCKS * 128 + tl.arange(0, BLOCKS * 128)
-    mask = channel < HIDDEN
-    token, expert = row, row * 0
-    if BY_ROUTE:
-        token = row // TOPK
-        expert, _ = expert_of(ids, expert_map, row, True, num_ids, num_experts, HAS_MAP)
-        mask &= channel * 0 + expert >= 0
-    value = tl.load(x + token.to(tl.int64) * HIDDEN + channel, mask=mask, other=0)
-    if SCALE_ROWS == 1:
-        expert = row * 0
-    for matrix in tl.static_range(0, INPUTS):
-        suh = scales + (matrix * SCALE_ROWS + expert).to(tl.int64) * HIDDEN
-        scaled = value.to(tl.float32) * tl.load(suh + channel, mask=mask, other=0).to(tl.float32)
-        rotated = rotate(tl.reshape(scaled, (BLOCKS, 128)), BLOCKS)
-        rotated = tl.reshape(rotated, (BLOCKS * 128,)).to(out.dtype.element_ty)
-        target = out + (matrix * num_rows + row).to(tl.int64) * HIDDEN
-        tl.store(target + in_fragment_order(channel), rotated, mask=mask)
-
-
 @triton.jit(
     do_not_specialize=["num_rows", "num_routes", "num_ids", "num_experts"],
     do_not_specialize_on_alignment=["x", "scales", "ids", "expert_map"],
@@ -170,7 +129,7 @@ def prepare_kernel(
             )
     else:
         parts: tl.constexpr = (HIDDEN // 128 + BLOCKS - 1) // BLOCKS
-        _rotate_rows(
+        rotate_rows(
             x,
             scales,
             ids,

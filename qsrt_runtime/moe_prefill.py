@@ -1,0 +1,95 @@
+"""moe_prefill: the routed experts for many tokens; each weight is decoded once for all its rows."""
+
+from contextlib import nullcontext
+
+import torch
+
+from qsrt_runtime.arguments import check_arguments
+from qsrt_runtime.launching import check_call, check_compiled, compiled, ways
+from qsrt_runtime.ops.activate_routes import activate_routes
+from qsrt_runtime.ops.combine_routes import combine_routes
+from qsrt_runtime.ops.expand import expand
+from qsrt_runtime.ops.group import group
+from qsrt_runtime.ops.grouped_gemm import grouped_gemm
+from qsrt_runtime.weights import LayerWeights
+from qsrt_runtime.workspace import MAX_BLOCK, MIN_BLOCK, PrefillWorkspace
+
+
+def moe_prefill(
+    x: torch.Tensor,
+    layer: LayerWeights,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    workspace: PrefillWorkspace,
+    out: torch.Tensor,
+    *,
+    expert_map: torch.Tensor | None = None,
+    weight_on_input: bool = False,
+) -> torch.Tensor:
+    """The routed experts' output for many tokens, as moe_forward_reference, to out.
+
+    Arguments, errors and promises as moe_decode's. Some experts at a time are decoded to E4M3
+    labels, in the workspace's scratch; their routes' rows are then multiplied by these. Besides
+    moe_decode's roundings, bfloat16 rows have their sums rounded to bfloat16 after each product.
+    """
+    check_arguments(x, layer, topk_ids, topk_weights, expert_map)
+    check_call(x, layer, topk_ids, topk_weights, expert_map, workspace, out)
+    if layer.traits.inputs != workspace.inputs and workspace.inputs:
+        raise ValueError(
+            f"the layer's traits have {layer.traits.inputs} inputs; the workspace is for "
+            f"{workspace.inputs}"
+        )
+    tokens, topk = topk_ids.shape
+    if not tokens or not topk:
+        return out.zero_()
+    block = block_size(layer, tokens * topk)
+    kernels = ("prefill", layer.geometry, layer.slots, layer.traits, x.dtype, x.device, topk)
+    kernels += (block, (tokens * topk - 1).bit_length(), layer.atoms.shape[1])
+    kernels += (layer.shared_scales.shape[1], topk_ids.dtype, topk_weights.dtype, weight_on_input)
+    kernels += (None if expert_map is None else expert_map.dtype,)
+    with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+        check_compiled(kernels)
+        _launch(x, layer, topk_ids, topk_weights, workspace, out, expert_map, weight_on_input)
+    compiled.add(kernels)
+    return out
+
+
+def block_size(layer: LayerWeights, routes: int) -> int:
+    """Routes of a block of the products: an expert's average, rounded up to a power of two."""
+    average = -(-routes // layer.geometry.experts)
+    return min(MAX_BLOCK, max(MIN_BLOCK, 1 << (average - 1).bit_length()))
+
+
+def _launch(
+    x: torch.Tensor,
+    layer: LayerWeights,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    workspace: PrefillWorkspace,
+    out: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    weight_on_input: bool,
+) -> None:
+    tokens, topk = topk_ids.shape
+    before, after = (topk_weights, None) if weight_on_input else (None, topk_weights)
+    divisor = 1 if layer.traits.inputs == 0 else topk
+    up = 0 if layer.traits.inputs == 1 else tokens * topk // divisor  # rows from gate's to up's
+    block, (_, pdl) = block_size(layer, tokens * topk), ways(x.device)
+    group(x, layer, topk_ids, expert_map, workspace, block, pdl)
+    for experts in _shares(layer, workspace, down=False):
+        expand(layer, experts, workspace, down=False, pdl=pdl)
+        routes = (layer, experts, workspace, divisor, up, block)
+        grouped_gemm(workspace.rotated, *routes, down=False, pdl=pdl)
+    activate_routes(layer, topk_ids, expert_map, before, workspace, pdl)
+    for experts in _shares(layer, workspace, down=True):
+        expand(layer, experts, workspace, down=True, pdl=pdl)
+        routes = (layer, experts, workspace, 1, 0, block)
+        grouped_gemm(workspace.middle, *routes, down=True, pdl=pdl)
+    combine_routes(layer, topk_ids, expert_map, after, workspace, out, pdl)
+
+
+def _shares(layer: LayerWeights, workspace: PrefillWorkspace, *, down: bool) -> list[range]:
+    """The experts in runs whose matrices the scratch has room for."""
+    experts, held = layer.geometry.experts, 32 * len(layer.slots)
+    most = len(workspace.scratch) // ((1 if down else 2) * held * layer.geometry.hidden)
+    return [range(first, min(first + most, experts)) for first in range(0, experts, most)]

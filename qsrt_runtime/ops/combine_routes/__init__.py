@@ -1,0 +1,43 @@
+"""The output of many tokens from the sums of down."""
+
+import torch
+
+from qsrt_runtime.ops.combine_routes.kernel import combine_routes_kernel
+from qsrt_runtime.ops.launch import dependent
+from qsrt_runtime.weights import LayerWeights
+from qsrt_runtime.workspace import PrefillWorkspace
+
+
+def combine_routes(
+    layer: LayerWeights,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    workspace: PrefillWorkspace,
+    out: torch.Tensor,
+    pdl: bool,
+) -> None:
+    """Sum each token's routes, rotate and scale.
+
+    weights: [T, k], factors of the routes' results, or None.   out: [T, H], contiguous.
+    """
+    hidden, experts = layer.geometry.hidden, layer.geometry.experts
+    combine_routes_kernel[(len(out), -(-hidden // 256))](
+        workspace.sums,
+        layer.shared_scales[2],
+        layer.activations if weights is None else weights,
+        topk_ids,
+        topk_ids if expert_map is None else expert_map,
+        out,
+        experts if expert_map is None else len(expert_map),
+        experts,
+        HIDDEN=hidden,
+        SCALE_ROWS=layer.shared_scales.shape[1],
+        TOPK=topk_ids.shape[1],
+        BY_ROUTE=layer.traits.inputs == 0,
+        WEIGH=weights is not None,
+        HAS_MAP=expert_map is not None,
+        PDL=pdl,
+        num_warps=4,
+        **dependent(pdl),
+    )

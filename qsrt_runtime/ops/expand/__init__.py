@@ -1,0 +1,44 @@
+"""Decode some experts' matrices to E4M3 labels."""
+
+import torch
+
+from qsrt_runtime.ops.expand.kernel import expand_kernel
+from qsrt_runtime.ops.launch import dependent, labels
+from qsrt_runtime.weights import LayerWeights
+from qsrt_runtime.workspace import PrefillWorkspace
+
+WIDTH = 128  # rows of a program
+
+
+def expand(
+    layer: LayerWeights, experts: range, workspace: PrefillWorkspace, *, down: bool, pdl: bool
+) -> None:
+    """Gate and up, or down, of those experts of a range that have routes, to the scratch.
+
+    The scratch has them as [experts, 2 I held, H], or [experts, H, I held].
+    """
+    geometry, pairs = layer.geometry, len(layer.slots) // 8
+    rows = geometry.hidden if down else 512 * pairs
+    steps = 4 * pairs if down else geometry.hidden // 64
+    expand_kernel[(len(experts), -(-rows // WIDTH), steps)](
+        layer.atoms.view(torch.int32),
+        labels(torch.float8_e4m3fn, layer.atoms.device).view(torch.uint8),
+        layer.format_codes,
+        workspace.first_block,
+        workspace.scratch,
+        layer.layer,
+        layer.slots.start // 8,
+        experts.start,
+        HIDDEN=geometry.hidden,
+        BUNDLE=geometry.bundle_bytes,
+        SLOT_STRIDE=layer.atoms.shape[1],
+        PAIRS=geometry.pairs,
+        ROWS=rows,
+        STEPS=steps,
+        DOWN=down,
+        UNIFORM=layer.traits.uniform,
+        WIDTH=WIDTH,
+        PDL=pdl,
+        num_warps=4,
+        **dependent(pdl),
+    )

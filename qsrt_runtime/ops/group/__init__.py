@@ -1,0 +1,60 @@
+"""Sort many tokens' routes by expert, and rotate their rows."""
+
+import torch
+
+from qsrt_runtime.ops.group.kernel import group_kernel
+from qsrt_runtime.ops.launch import dependent
+from qsrt_runtime.weights import LayerWeights
+from qsrt_runtime.workspace import PrefillWorkspace
+
+BLOCKS = 2  # Hadamard blocks of a program
+ROUTES = 4096  # looked at at once
+
+
+def group(
+    x: torch.Tensor,
+    layer: LayerWeights,
+    topk_ids: torch.Tensor,
+    expert_map: torch.Tensor | None,
+    workspace: PrefillWorkspace,
+    block: int,
+    pdl: bool,
+) -> None:
+    """Fill the workspace's order of routes and rotated rows.
+
+    x: [T, H], topk_ids: [T, k], contiguous; a value that names no expert takes part in nothing,
+    and is counted unless it is -1.   block: routes of a block.
+    """
+    tokens, topk = topk_ids.shape
+    hidden, experts = layer.geometry.hidden, layer.geometry.experts
+    by_route = layer.traits.inputs == 0
+    rows = tokens * topk if by_route else tokens
+    group_kernel[(1 + rows * -(-hidden // (128 * BLOCKS)),)](
+        x,
+        layer.shared_scales,
+        topk_ids,
+        topk_ids if expert_map is None else expert_map,
+        workspace.rotated,
+        workspace.invalid,
+        workspace.first_block,
+        workspace.cursors,
+        workspace.block_experts,
+        workspace.order,
+        rows,
+        tokens * topk,
+        experts if expert_map is None else len(expert_map),
+        experts,
+        HIDDEN=hidden,
+        SCALE_ROWS=layer.shared_scales.shape[1],
+        TOPK=topk,
+        BY_ROUTE=by_route,
+        INPUTS=2 if by_route else layer.traits.inputs,
+        BLOCKS=BLOCKS,
+        EXPERTS=1 << (experts - 1).bit_length(),
+        ROUTES=min(ROUTES, 1 << (tokens * topk - 1).bit_length()),
+        BLOCK=block,
+        HAS_MAP=expert_map is not None,
+        PDL=pdl,
+        num_warps=4,
+        **dependent(pdl),
+    )

@@ -1,0 +1,51 @@
+"""Rows times some experts' expanded matrices."""
+
+import torch
+
+from qsrt_runtime.ops.grouped_gemm.kernel import grouped_gemm_kernel
+from qsrt_runtime.ops.launch import dependent
+from qsrt_runtime.weights import LayerWeights
+from qsrt_runtime.workspace import PrefillWorkspace
+
+
+def grouped_gemm(
+    rows: torch.Tensor,
+    layer: LayerWeights,
+    experts: range,
+    workspace: PrefillWorkspace,
+    divisor: int,
+    matrix_rows: int,
+    block: int,
+    *,
+    down: bool,
+    pdl: bool,
+) -> None:
+    """Sums of gate and up, or of down, of the routes of a range of experts, to the workspace.
+
+    rows: [n, H] or [n, I held], tiles in fragment order; route r's row is r // divisor, and for
+    up matrix_rows further.   The scratch holds the experts' matrices.   block: routes of a block.
+    """
+    hidden, held = layer.geometry.hidden, 32 * len(layer.slots)
+    grouped_gemm_kernel[(workspace.programs,)](
+        rows,
+        workspace.scratch,
+        workspace.first_block,
+        workspace.block_experts,
+        workspace.order,
+        workspace.sums,
+        experts.start,
+        experts.stop,
+        matrix_rows,
+        ROWS=hidden if down else 2 * held,
+        DEPTH=held if down else hidden,
+        DIVISOR=divisor,
+        DOWN=down,
+        BLOCK=block,
+        WIDTH=128,
+        STEP=64,
+        GROUP=8,
+        STAGES=3,
+        PDL=pdl,
+        num_warps=8 if block > 32 else 4,
+        **dependent(pdl),
+    )

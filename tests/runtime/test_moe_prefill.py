@@ -1,0 +1,176 @@
+"""moe_prefill against the reference, under Triton's interpreter and on a GPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from layers import (
+    BFLOAT,
+    BOUND,
+    DEVICES,
+    HALF,
+    SMALL,
+    check_guards,
+    error,
+    guard,
+    inputs,
+    place,
+    random_layer,
+)
+
+from qsrt_runtime.format.geometry import Geometry
+from qsrt_runtime.moe_prefill import block_size, moe_prefill
+from qsrt_runtime.moe_reference import moe_forward_reference
+from qsrt_runtime.weights import Traits
+from qsrt_runtime.workspace import make_prefill_workspace
+
+
+def poisoned(layer, topk, dtype, tokens, **options):
+    inputs, device = layer.traits.inputs, layer.atoms.device
+    return guard(
+        make_prefill_workspace(layer.geometry, topk, tokens, inputs, dtype, device, **options)
+    )
+
+
+def run(x, layer, ids, weights, workspace=None, **options):
+    workspace = workspace or poisoned(layer, max(1, ids.shape[1]), x.dtype, max(1, len(x)))
+    out = torch.full_like(x, float("nan"))
+    assert moe_prefill(x, layer, ids, weights, workspace, out, **options) is out
+    check_guards(workspace)
+    return out
+
+
+def check(x, layer, ids, weights, **options):
+    found = run(x, layer, ids, weights, **options)
+    expected = moe_forward_reference(x.float(), layer, ids, weights, **options)
+    assert expected.any()
+    assert error(found, expected) < BOUND[x.dtype]
+    return found
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+@pytest.mark.parametrize("sides", ["one", "two", "expert"])
+@pytest.mark.parametrize(
+    ("geometry", "codes"),
+    [
+        (SMALL, None),
+        (Geometry(256, 512, 3), [0x00, 0x12, 0x21]),  # every rate mode
+        (Geometry(640, 768, 2), [0x11, 0x02]),  # a tile of columns that is not full; moved pairs
+    ],
+    ids=["small", "rates", "wide"],
+)
+def test_is_the_reference(name, dtype, sides, geometry, codes):
+    layer = random_layer(geometry, place(name), codes=codes, sides=sides)
+    x, ids, weights = inputs(layer, 20, 2, dtype)
+    check(x, layer, ids, weights)
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+@pytest.mark.parametrize("tokens", [1, 17, 53])
+def test_any_number_of_tokens(name, dtype, tokens):
+    layer = random_layer(SMALL, place(name))
+    x, ids, weights = inputs(layer, tokens, 3, dtype)
+    check(x, layer, ids, weights)
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+def test_few_experts_at_a_time(name, dtype):
+    layer = random_layer(SMALL, place(name))
+    x, ids, weights = inputs(layer, 20, 2, dtype)
+    one = 2 * SMALL.intermediate * SMALL.hidden
+    expected = run(x, layer, ids, weights)
+    for scratch in (0, 2 * one, 3 * one + 5):
+        workspace = poisoned(layer, 2, dtype, 20, scratch_bytes=scratch)
+        assert torch.equal(run(x, layer, ids, weights, workspace), expected)
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+def test_all_tokens_on_one_expert(name, dtype):  # RT-3b
+    layer = random_layer(SMALL, place(name))
+    x, ids, weights = inputs(layer, 70, 2, dtype)
+    ids[:] = torch.tensor([3, -1])
+    check(x, layer, ids, weights)
+    ids[:, 1] = 3
+    assert block_size(layer, ids.numel()) < ids.numel()  # several blocks of it
+    check(x, layer, ids, weights)
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+def test_no_expert(name, dtype):  # RT-1a, RT-1b
+    layer = random_layer(SMALL, place(name))
+    x, ids, weights = inputs(layer, 20, 3, dtype)
+    ids[1, 2], ids[3] = -1, -1
+    weights[1, 2], weights[3] = float("nan"), float("nan")
+    found = run(x, layer, ids, weights)
+    assert not found[3].any()
+    assert torch.equal(found[:3], run(x[:3], layer, ids[:3], weights[:3]))
+    assert not run(x, layer, torch.full_like(ids, -1), weights).any()
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+def test_ids_that_name_no_expert_are_counted(name, dtype):
+    layer = random_layer(SMALL, place(name))
+    x, ids, weights = inputs(layer, 18, 3, dtype)
+    ids[0, 0], ids[1, 1] = -1, -1
+    expected = run(x, layer, ids, weights)
+    wrong = ids.long().clone()
+    wrong[0, 0], wrong[1, 1] = 5, -(2**40)
+    workspace = poisoned(layer, 3, dtype, 18)
+    assert torch.equal(run(x, layer, wrong, weights, workspace), expected)
+    assert workspace.invalid_routes() == 2
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+def test_expert_map(name, dtype):  # RT-1c
+    layer = random_layer(SMALL, place(name))
+    x, ids, weights = inputs(layer, 20, 2, dtype)
+    here = torch.tensor([-1, 4, 2, -1, 0, 1, 3], device=ids.device)
+    places = torch.stack([torch.randperm(7)[:2] for _ in range(20)]).to(ids.device)
+    found = run(x, layer, places, weights, expert_map=here)
+    assert torch.equal(found, run(x, layer, here[places], weights))
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+@pytest.mark.parametrize("sides", ["one", "expert"])
+def test_weights_on_the_input(name, dtype, sides):  # RT-8a, RT-8b
+    layer = random_layer(SMALL, place(name), sides=sides)
+    x, ids, weights = inputs(layer, 18, 2, dtype)
+    on = check(x, layer, ids, 4 * weights, weight_on_input=True)
+    off = check(x, layer, ids, 4 * weights)
+    assert error(on, off.float()) > 0.1
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+def test_ranks_add_up(name, dtype):  # RT-11a
+    geometry, device, codes = Geometry(128, 768, 3), place(name), [0x11, 0, 0x02]
+    whole = random_layer(geometry, device, codes=codes)
+    x, ids, weights = inputs(whole, 18, 2, dtype)
+    shares = [range(0, 16), range(16, 24)]
+    layers = [random_layer(geometry, device, codes=codes, slots=s) for s in shares]
+    total = sum(run(x, layer, ids, weights).float() for layer in layers)
+    assert error(total, moe_forward_reference(x.float(), whole, ids, weights)) < BOUND[dtype]
+
+
+@pytest.mark.parametrize(
+    ("change", "error_type", "message"),
+    [
+        ({"tokens": 1}, ValueError, "2 tokens of 2 routes; the workspace is for 1 of 2"),
+        ({"topk": 1}, ValueError, "2 tokens of 2 routes; the workspace is for 2 of 1"),
+        ({"dtype": BFLOAT}, ValueError, "the workspace is for .* and torch.bfloat16, the call"),
+        ({"traits": Traits(2)}, ValueError, "the layer's traits have 1 inputs; the workspace"),
+    ],
+)
+def test_workspaces_that_do_not_fit(change, error_type, message):
+    layer = random_layer(SMALL, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    x, ids, weights = inputs(layer, 2, 2, HALF)
+    sizes = {"topk": 2, "dtype": HALF, "tokens": 2}
+    sizes |= {k: v for k, v in change.items() if k in sizes}
+    workspace = poisoned(replace(layer, traits=change.get("traits", layer.traits)), **sizes)
+    with pytest.raises(error_type, match=message):
+        run(x, layer, ids, weights, workspace)
+
+
+@pytest.mark.parametrize(("tokens", "topk"), [(0, 1), (4097, 1), (1, 0)])
+def test_workspaces_that_make_no_sense(tokens, topk):
+    with pytest.raises(ValueError, match=r"expected|is for 1 to 4096 tokens"):
+        make_prefill_workspace(SMALL, topk, tokens, 1, HALF, torch.device("cpu"))
