@@ -165,7 +165,7 @@ def make_prefill_workspace(
         rotated=empty(rows, hidden, dtype=dtype),
         middle=empty(routes, inner, dtype=dtype),
         sums=empty(routes * max(2 * inner, hidden), dtype=sums),
-        scratch=empty(max(one, min(scratch_bytes, one * experts)), dtype=torch.uint8),
+        scratch=empty(max(one, min(scratch_bytes // 16 * 16, one * experts)), dtype=torch.uint8),
         invalid=empty(1),
         first_block=empty(experts + 1),
         cursors=empty(experts),

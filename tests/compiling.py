@@ -8,6 +8,7 @@ import re
 import sys
 from pathlib import Path
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -16,11 +17,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.ops.activate.kernel import activate_kernel
+from qsrt_runtime.ops.activate_routes.kernel import activate_routes_kernel
 from qsrt_runtime.ops.combine.kernel import combine_kernel
+from qsrt_runtime.ops.combine_routes.kernel import combine_routes_kernel
+from qsrt_runtime.ops.expand.kernel import expand_kernel
 from qsrt_runtime.ops.expert_gemm.kernel import plain_kernel
 from qsrt_runtime.ops.fused.kernel import fused_kernel
 from qsrt_runtime.ops.fused.product import ptx
 from qsrt_runtime.ops.fused.product.kernel import product_kernel
+from qsrt_runtime.ops.group.kernel import group_kernel
+from qsrt_runtime.ops.grouped_gemm.kernel import grouped_gemm_kernel
+from qsrt_runtime.ops.grouped_gemm.ptx import convert
 from qsrt_runtime.ops.prepare.kernel import prepare_kernel
 
 GEOMETRY = Geometry(1024, 512, 64)
@@ -34,6 +41,7 @@ TYPES = {
 INTEGERS = (
     *("num_rows", "num_routes", "num_ids", "num_experts"),
     *("programs", "num_tokens", "layer", "first_pair", "matrix_rows"),
+    *("first_expert", "end_expert"),
 )
 COMMON = {
     "HIDDEN": 1024,
@@ -63,6 +71,35 @@ KERNELS = {
         {"out": "*bf16"},
         4,
     ),
+    "group": (
+        group_kernel,
+        {"INPUTS": 2, "BLOCKS": 2, "EXPERTS": 64, "ROUTES": 4096, "BLOCK": 128},
+        {},
+        4,
+    ),
+    "expand": (
+        expand_kernel,
+        {"ROWS": 1024, "STEPS": 16, "DOWN": False, "UNIFORM": False, "WIDTH": 128},
+        {"labels": "*u8", "out": "*u8"},
+        4,
+    ),
+    "grouped_gemm": (
+        grouped_gemm_kernel,
+        {
+            **{"ROWS": 1024, "DEPTH": 1024, "DIVISOR": 8, "DOWN": False, "BLOCK": 128},
+            **{"WIDTH": 128, "STEP": 64, "GROUP": 8, "STAGES": 3},
+            **{f"CONVERT{i}": convert(i, torch.bfloat16) for i in range(4)},
+        },
+        {"out": "*bf16", "weights": "*i32"},
+        8,
+    ),
+    "activate_routes": (
+        activate_routes_kernel,
+        {"BETA": 4.0, "LINEAR_BETA": 25.0},
+        {"out": "*bf16", "slab": "*u8", "sums": "*bf16"},
+        4,
+    ),
+    "combine_routes": (combine_routes_kernel, {}, {"out": "*bf16", "sums": "*bf16"}, 4),
     "plain": (plain_kernel, {**GEMM, "UNIFORM": False, "WIDTH": 128}, {"out": "*fp32"}, 8),
     "product": (
         product_kernel,

@@ -98,6 +98,17 @@ def in_fragment_order(channel):
 
 
 @triton.jit
+def in_word_order(channel):
+    """Where a channel stands among 64 whose rows meet four labels a word: by byte, then word.
+
+    The words hold labels in fragment order.
+    """
+    place = in_fragment_order(channel)
+    inside = place & 63
+    return place - inside + (inside & 3) * 16 + (inside >> 2)
+
+
+@triton.jit
 def first_and_last_program(num_blocks, tile, TILES: tl.constexpr, STEPS: tl.constexpr, programs):
     """The programs of expert_gemm that share a tile's steps: two int32.
 
@@ -151,9 +162,14 @@ def rotate_rows(
     INPUTS: tl.constexpr,
     BLOCKS: tl.constexpr,
     HAS_MAP: tl.constexpr,
+    BY_WORD: tl.constexpr,
 ):
-    """Rotate some blocks of a row by the scales of gate and, where INPUTS is 2, of up."""
+    """Rotate some blocks of a row by the scales of gate and, where INPUTS is 2, of up.
+
+    BY_WORD: in word order, else in fragment order.
+    """
     channel = part * BLOCKS * 128 + tl.arange(0, BLOCKS * 128)
+    order = in_word_order(channel) if BY_WORD else in_fragment_order(channel)
     mask = channel < HIDDEN
     token, expert = row, row * 0
     if BY_ROUTE:
@@ -169,7 +185,7 @@ def rotate_rows(
         rotated = rotate(tl.reshape(scaled, (BLOCKS, 128)), BLOCKS)
         rotated = tl.reshape(rotated, (BLOCKS * 128,)).to(out.dtype.element_ty)
         target = out + (matrix * num_rows + row).to(tl.int64) * HIDDEN
-        tl.store(target + in_fragment_order(channel), rotated, mask=mask)
+        tl.store(target + order, rotated, mask=mask)
 
 
 @triton.jit
@@ -252,11 +268,11 @@ def middle_scales(
 @triton.jit
 def store_middle(
     gate, up, gate_scale, up_scale, down_scale, is_situ, out,
-    BETA: tl.constexpr, LINEAR_BETA: tl.constexpr,
+    BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, BY_WORD: tl.constexpr,
 ):  # fmt: skip
     """From a pair's sums of gate and up, [256] each, to what down receives of it, at out.
 
-    A slot's 32 channels after one another, tiles in fragment order.
+    A slot's 32 channels after one another, in word order where BY_WORD, else in fragment order.
     """
     gate = tl.reshape(rotate(tl.reshape(gate, (2, 128)), 2), (256,)) * gate_scale
     up = tl.reshape(rotate(tl.reshape(up, (2, 128)), 2), (256,)) * up_scale
@@ -264,15 +280,24 @@ def store_middle(
     middle = tl.reshape(rotate(tl.reshape(middle, (2, 128)), 2), (256,))
     channel = tl.arange(0, 256)
     side, slot, inside = channel // 128, channel // 16 % 8, channel % 16
-    order = in_fragment_order(slot * 32 + side * 16 + inside)
+    place = slot * 32 + side * 16 + inside
+    order = in_word_order(place) if BY_WORD else in_fragment_order(place)
     tl.store(out + order, middle.to(out.dtype.element_ty))
 
 
 @triton.jit
-def label_values(labels, DTYPE: tl.constexpr):
-    """E4M3 bytes, none of them NaN, in a type that holds them exactly; no FP8 hardware needed."""
-    bits = labels.to(tl.int16)
-    sign, size = (bits & 128) << 8, bits & 127
-    if DTYPE.is_bf16():
-        return (sign | (size << 4)).to(tl.bfloat16, bitcast=True) * 1.329227995784916e36  # 2^120
-    return (sign | (size << 7)).to(tl.float16, bitcast=True) * 256.0
+def label_values(words, NUMBER: tl.constexpr, DTYPE: tl.constexpr, CONVERT: tl.constexpr):
+    """Byte NUMBER of each word, an E4M3 number, in a type that holds it exactly.
+
+    CONVERT: PTX that does it for two words at once, or None.
+    """
+    if CONVERT is not None:
+        return tl.inline_asm_elementwise(
+            CONVERT, "=r,r,r", [words], dtype=DTYPE, is_pure=True, pack=2
+        )
+    else:
+        shift: tl.constexpr = 4 if DTYPE.is_bf16() else 7  # of the exponent to its place
+        scale: tl.constexpr = 1.329227995784916e36 if DTYPE.is_bf16() else 256.0  # 2^120, 2^8
+        bits = (words >> (8 * NUMBER)).to(tl.int16)
+        bits = ((bits & 128) << 8) | ((bits & 127) << shift)
+        return bits.to(DTYPE, bitcast=True) * scale

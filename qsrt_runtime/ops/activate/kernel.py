@@ -85,4 +85,6 @@ def activate_kernel(
         up += tl.sum(tl.load(part + 256 + channel[None, :], mask=there, other=0), 0)
         first += PARTS
     target = out + route.to(tl.int64) * (256 * PAIRS) + pair * 256
-    store_middle(gate, up, gate_scale, up_scale, down_scale, is_situ, target, BETA, LINEAR_BETA)
+    store_middle(
+        gate, up, gate_scale, up_scale, down_scale, is_situ, target, BETA, LINEAR_BETA, False
+    )

@@ -33,7 +33,7 @@ def activate_routes_kernel(
     """One pair of one route; routes without an expert are left as they are.
 
     sums: [routes, PAIRS, 512], gate then up, each low then high record.
-    out: [routes, 256 PAIRS], a slot's 32 channels after one another, tiles in fragment order.
+    out: [routes, 256 PAIRS], a slot's 32 channels after one another, in word order.
     """
     route, pair = tl.program_id(0), tl.program_id(1)
     wait_for_previous(PDL)
@@ -51,4 +51,6 @@ def activate_routes_kernel(
     source = sums + (route.to(tl.int64) * PAIRS + pair) * 512 + channel
     gate, up = tl.load(source).to(tl.float32), tl.load(source + 256).to(tl.float32)
     target = out + route.to(tl.int64) * (256 * PAIRS) + pair * 256
-    store_middle(gate, up, gate_scale, up_scale, down_scale, is_situ, target, BETA, LINEAR_BETA)
+    store_middle(
+        gate, up, gate_scale, up_scale, down_scale, is_situ, target, BETA, LINEAR_BETA, True
+    )

@@ -146,4 +146,5 @@ def group_kernel(
             INPUTS,
             BLOCKS,
             HAS_MAP,
+            True,
         )

@@ -2,7 +2,9 @@
 
 import torch
 
+from qsrt_runtime.ops.grouped_gemm import ptx
 from qsrt_runtime.ops.grouped_gemm.kernel import grouped_gemm_kernel
+from qsrt_runtime.ops.kernel import INTERPRETED
 from qsrt_runtime.ops.launch import dependent
 from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import PrefillWorkspace
@@ -22,13 +24,13 @@ def grouped_gemm(
 ) -> None:
     """Sums of gate and up, or of down, of the routes of a range of experts, to the workspace.
 
-    rows: [n, H] or [n, I held], tiles in fragment order; route r's row is r // divisor, and for
+    rows: [n, H] or [n, I held], in word order; route r's row is r // divisor, and for
     up matrix_rows further.   The scratch holds the experts' matrices.   block: routes of a block.
     """
     hidden, held = layer.geometry.hidden, 32 * len(layer.slots)
     grouped_gemm_kernel[(workspace.programs,)](
         rows,
-        workspace.scratch,
+        workspace.scratch.view(torch.int32),
         workspace.first_block,
         workspace.block_experts,
         workspace.order,
@@ -44,8 +46,14 @@ def grouped_gemm(
         WIDTH=128,
         STEP=64,
         GROUP=8,
+        **converts(rows.dtype),
         STAGES=3,
         PDL=pdl,
         num_warps=8 if block > 32 else 4,
         **dependent(pdl),
     )
+
+
+def converts(dtype: torch.dtype) -> dict[str, str | None]:
+    """How the kernel makes rows' type of a word's four labels: PTX, None under the interpreter."""
+    return {f"CONVERT{i}": None if INTERPRETED else ptx.convert(i, dtype) for i in range(4)}

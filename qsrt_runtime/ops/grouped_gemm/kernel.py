@@ -25,13 +25,20 @@ def grouped_gemm_kernel(
     WIDTH: tl.constexpr,
     STEP: tl.constexpr,
     GROUP: tl.constexpr,
+    CONVERT0: tl.constexpr,
+    CONVERT1: tl.constexpr,
+    CONVERT2: tl.constexpr,
+    CONVERT3: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Tiles of BLOCK routes and WIDTH rows of the weights, program by program.
 
-    x: [rows, DEPTH]; route r's row is r // DIVISOR, for up's results matrix_rows further.
-    weights: [end_expert - first_expert, ROWS, DEPTH] uint8.   out: [routes, ROWS].
+    x: [rows, DEPTH] in word order; route r's row is r // DIVISOR, for up's results matrix_rows
+    further.   weights: [end_expert - first_expert, ROWS, DEPTH / 4] int32, four labels each, in
+    fragment order.   out: [routes, ROWS].   STEP: 64, which word order is made for.
+    CONVERT0 to CONVERT3: see label_values. A byte of all words is what a product of depth 16 takes
+    from registers: no label passes through shared memory a second time.
     GROUP: blocks that share a tile of weights, one after another, while it is in the cache.
     """
     wait_for_previous(PDL)
@@ -52,12 +59,18 @@ def grouped_gemm_kernel(
         channel = tile * WIDTH + tl.arange(0, WIDTH)
         depth = tl.arange(0, STEP)
         source = x + row.to(tl.int64)[:, None] * DEPTH + depth[None, :]
-        weight = weights + (expert.to(tl.int64) * ROWS + channel)[:, None] * DEPTH + depth[None, :]
+        weight = weights + (expert.to(tl.int64) * ROWS + channel)[:, None] * (DEPTH // 4)
+        weight += tl.arange(0, STEP // 4)[None, :]
         sums = tl.zeros((WIDTH, BLOCK), tl.float32)
         for at in tl.range(0, DEPTH, STEP, num_stages=STAGES):
             rows = tl.load(source + at)
-            labels = tl.load(weight + at)
-            sums = tl.dot(label_values(labels, x.dtype.element_ty), tl.trans(rows), sums)
+            words = tl.load(weight + at // 4)
+            l0 = label_values(words, 0, x.dtype.element_ty, CONVERT0)
+            l1 = label_values(words, 1, x.dtype.element_ty, CONVERT1)
+            l2 = label_values(words, 2, x.dtype.element_ty, CONVERT2)
+            l3 = label_values(words, 3, x.dtype.element_ty, CONVERT3)
+            labels = tl.permute(tl.join(tl.join(l0, l2), tl.join(l1, l3)), (0, 2, 3, 1))
+            sums = tl.dot(tl.reshape(labels, (WIDTH, STEP)), tl.trans(rows), sums)
         target = out + route.to(tl.int64)[:, None] * ROWS + channel[None, :]
         there = (route >= 0)[:, None] & (channel < ROWS)[None, :]
         tl.store(target, tl.trans(sums).to(out.dtype.element_ty), mask=there)

@@ -147,4 +147,5 @@ def prepare_kernel(
             INPUTS,
             BLOCKS,
             HAS_MAP,
+            False,
         )

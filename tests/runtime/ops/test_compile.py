@@ -9,6 +9,9 @@ import pytest
 
 SHARED = {80: 101_376, 90: 232_448}  # bytes; for 80 what sm_86 has, the least of all
 
+ANY_GPU = ["prepare", "activate", "combine", "plain", "group", "expand", "grouped_gemm"]
+ANY_GPU += ["activate_routes", "combine_routes"]
+
 
 @pytest.fixture(scope="module")
 def compiled(repository, tmp_path_factory):
@@ -26,7 +29,7 @@ def compiled(repository, tmp_path_factory):
 
 
 @pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("kernel", ["prepare", "activate", "combine", "plain"])
+@pytest.mark.parametrize("kernel", ANY_GPU)
 def test_fits_the_gpu(compiled, kernel, capability):
     assert compiled[kernel, capability]["shared"] <= SHARED[capability]
 
