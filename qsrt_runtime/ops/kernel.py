@@ -292,9 +292,10 @@ def label_values(words, NUMBER: tl.constexpr, DTYPE: tl.constexpr, CONVERT: tl.c
     CONVERT: PTX that does it for two words at once, or None.
     """
     if CONVERT is not None:
-        return tl.inline_asm_elementwise(
-            CONVERT, "=r,r,r", [words], dtype=DTYPE, is_pure=True, pack=2
+        bits = tl.inline_asm_elementwise(
+            CONVERT, "=r,r,r", [words], dtype=tl.int16, is_pure=True, pack=2
         )
+        return bits.to(DTYPE, bitcast=True)
     else:
         shift: tl.constexpr = 4 if DTYPE.is_bf16() else 7  # of the exponent to its place
         scale: tl.constexpr = 1.329227995784916e36 if DTYPE.is_bf16() else 256.0  # 2^120, 2^8
