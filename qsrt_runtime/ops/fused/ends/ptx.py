@@ -1,6 +1,6 @@
 """PTX of what stands around the products. A warp that has nothing to do jumps over each of them."""
 
-from qsrt_runtime.ops.fused.product.ptx import LABELS
+from qsrt_runtime.ops.warps.ptx import LABELS
 from qsrt_runtime.workspace import COLUMNS, PLACES
 
 PARTS = {2: 3, 1: 8}  # that sums of so many matrices adds at once, as registers allow

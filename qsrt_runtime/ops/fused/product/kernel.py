@@ -15,44 +15,19 @@ from qsrt_runtime.ops.kernel import (
     low_bits,
     wait_for_previous,
 )
+from qsrt_runtime.ops.warps.kernel import (
+    await_labels,
+    copy_labels,
+    exchange,
+    from_lane,
+    load_words,
+    place_of,
+    share,
+)
 
-_COPY, _COPIED = tl.constexpr(ptx.COPY), tl.constexpr(ptx.COPIED)
-_ROW, _NEIGHBOUR = tl.constexpr(ptx.ROW), tl.constexpr(ptx.NEIGHBOUR)
+_ROW = tl.constexpr(ptx.ROW)
 _STEP_WORDS = tl.constexpr(ptx.operands(12))
 _PRODUCT_WORDS = tl.constexpr(ptx.operands(24))
-
-
-@triton.jit
-def copy_labels(labels, layer):
-    """Start copying the 3-bit labels, 128 KiB, to where dynamic shared memory begins."""
-    thread = tl.arange(0, 1024)
-    if layer < 0:  # never so: a gather, for which Triton sets that much memory aside
-        place = tl.arange(0, 32768)
-        words = labels.to(tl.pointer_type(tl.int32))
-        kept = tl.gather(tl.load(words + place), tl.load(words + place + 1) & 32767, 0)
-        tl.store(words + place, kept)
-    for start in tl.static_range(0, 8):
-        source = labels + STATES + (start * 1024 + thread) * 8
-        target = (start * 1024 + thread) * 16
-        tl.inline_asm_elementwise(
-            _COPY, "=r,l,r", [source, target], dtype=tl.int32, is_pure=False, pack=1
-        )
-
-
-@triton.jit
-def await_labels():
-    """Wait until all threads have copied their labels."""
-    thread = tl.arange(0, 1024)
-    tl.inline_asm_elementwise(_COPIED, "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1)
-    tl.debug_barrier()
-
-
-@triton.jit
-def share(total):
-    """The run of steps that is this program's: first and end."""
-    unit = tl.cdiv(total, tl.num_programs(0))
-    start = tl.program_id(0) * unit
-    return start, tl.minimum(start + unit, total)
 
 
 @triton.jit
@@ -122,36 +97,6 @@ def _step(
 
 
 @triton.jit
-def from_lane(value, lane):
-    """What another lane of the warp has."""
-    return tl.inline_asm_elementwise(
-        _NEIGHBOUR, "=r,r,r", [value, lane], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def _place_of(word, HIDDEN: tl.constexpr, SLOT_STRIDE: tl.constexpr, DOWN: tl.constexpr):
-    """Where one of a step's 96 words stands, from the step's first on."""
-    if not DOWN:
-        return word
-    tile = word // 24
-    slot = (tile >> 1) * (SLOT_STRIDE // 4)
-    return slot + (tile & 1) * (HIDDEN // 16 * 24) + word % 24
-
-
-@triton.jit
-def _exchange(r0, r1, r2, lane, number):
-    """Word 3 d + number of a step for each lane, d = 8 (lane % 4) + lane // 4.
-
-    r0, r1, r2: words lane, 32 + lane and 64 + lane. Each lane gives one word and takes one: the
-    word that it gives is of the lane with d = (lane - number) / 3, modulo 32.
-    """
-    given = (3 * (((lane - number) * 11) & 31) + number) >> 5
-    value = tl.where(given == 0, r0, tl.where(given == 1, r1, r2))
-    return from_lane(value, (3 * (8 * (lane & 3) + (lane >> 2)) + number) & 31)
-
-
-@triton.jit
 def _first_words(
     slab, strip, group, quarter, expert, position, HIDDEN: tl.constexpr, BUNDLE: tl.constexpr,
     SLOT_STRIDE: tl.constexpr, TILES: tl.constexpr, STEPS: tl.constexpr, DOWN: tl.constexpr,
@@ -169,7 +114,7 @@ def _first_words(
         there = hidden_tile < HIDDEN // 16
         words += 6 * HIDDEN + 2 * step.to(tl.int64) * (SLOT_STRIDE // 4)
         if UNIFORM:
-            words += hidden_tile * 24 + _place_of(group * 4 + quarter, HIDDEN, SLOT_STRIDE, DOWN)
+            words += hidden_tile * 24 + place_of(group * 4 + quarter, HIDDEN, SLOT_STRIDE, DOWN)
         else:
             words += (quarter >> 1) * (SLOT_STRIDE // 4)
     else:
@@ -179,19 +124,6 @@ def _first_words(
         if UNIFORM:
             words += ((strip >> 3) & 1) * (HIDDEN // 16 * 24) + step * 96 + group * 4 + quarter
     return words, there
-
-
-@triton.jit
-def _load_words(words, there, HIDDEN: tl.constexpr, SLOT_STRIDE: tl.constexpr, DOWN: tl.constexpr):
-    """A lane's three of a step's 96 words, where all pairs are of 3 bits."""
-    lane = tl.arange(0, 1024) & 31
-    first = _place_of(lane, HIDDEN, SLOT_STRIDE, DOWN)
-    second = _place_of(lane + 32, HIDDEN, SLOT_STRIDE, DOWN) - first
-    third = _place_of(lane + 64, HIDDEN, SLOT_STRIDE, DOWN) - first
-    n1 = tl.load(words, mask=there, other=0, cache_modifier=".cg")
-    n2 = tl.load(words + second, mask=there, other=0, cache_modifier=".cg")
-    n3 = tl.load(words + third, mask=there, other=0, cache_modifier=".cg")
-    return n1, n2, n3
 
 
 @triton.jit
@@ -232,7 +164,7 @@ def first_step(
     )  # fmt: skip
     n1, n2, n3 = lane, lane, lane
     if UNIFORM:
-        n1, n2, n3 = _load_words(words, there & (position < end), HIDDEN, SLOT_STRIDE, DOWN)
+        n1, n2, n3 = load_words(words, there & (position < end), HIDDEN, SLOT_STRIDE, DOWN)
     return expert, route, words, there, n1, n2, n3
 
 
@@ -285,14 +217,14 @@ def products(
         c3 = c0
         for step in range(first, last):
             if UNIFORM:
-                w1 = _exchange(n1, n2, n3, lane, 0)
-                w2 = _exchange(n1, n2, n3, lane, 1)
-                w3 = _exchange(n1, n2, n3, lane, 2)
+                w1 = exchange(n1, n2, n3, lane, 0)
+                w2 = exchange(n1, n2, n3, lane, 1)
+                w3 = exchange(n1, n2, n3, lane, 2)
                 words += advance
                 is_last = step + 1 == last
                 at = tl.where(is_last, next_words, words)
                 more = tl.where(is_last, next_there, there)
-                n1, n2, n3 = _load_words(at, more, HIDDEN, SLOT_STRIDE, DOWN)
+                n1, n2, n3 = load_words(at, more, HIDDEN, SLOT_STRIDE, DOWN)
                 newest = w3
             else:
                 pair = first_pair + (step // 4 if DOWN else part)
