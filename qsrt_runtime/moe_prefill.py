@@ -74,15 +74,15 @@ def _launch(
     before, after = (topk_weights, None) if weight_on_input else (None, topk_weights)
     divisor = 1 if layer.traits.inputs == 0 else topk
     up = 0 if layer.traits.inputs == 1 else tokens * topk // divisor  # rows from gate's to up's
-    block, (_, pdl) = block_size(layer, tokens * topk), ways(x.device)
+    block, (by_warps, pdl) = block_size(layer, tokens * topk), ways(x.device)
     group(x, layer, topk_ids, expert_map, workspace, block, pdl)
     for experts in _shares(layer, workspace, down=False):
-        expand(layer, experts, workspace, down=False, pdl=pdl)
+        expand(layer, experts, workspace, down=False, by_warps=by_warps, pdl=pdl)
         routes = (layer, experts, workspace, divisor, up, block)
         grouped_gemm(workspace.rotated, *routes, down=False, pdl=pdl)
     activate_routes(layer, topk_ids, expert_map, before, workspace, pdl)
     for experts in _shares(layer, workspace, down=True):
-        expand(layer, experts, workspace, down=True, pdl=pdl)
+        expand(layer, experts, workspace, down=True, by_warps=by_warps, pdl=pdl)
         routes = (layer, experts, workspace, 1, 0, block)
         grouped_gemm(workspace.middle, *routes, down=True, pdl=pdl)
     combine_routes(layer, topk_ids, expert_map, after, workspace, out, pdl)

@@ -12,7 +12,6 @@ COLUMNS = 512  # of a tile of a product
 MAX_PREFILL_TOKENS = 4096  # of one call of moe_prefill
 MIN_BLOCK, MAX_BLOCK = 16, 128  # routes of a block of its products
 SCRATCH_BYTES = 1 << 28  # of experts' labels at a time
-_PREFILL_WAVES = 2  # programs of a product for each multiprocessor
 _PLAIN_PROGRAMS = 3  # where there is no GPU, whose multiprocessors decide
 
 
@@ -106,14 +105,14 @@ class PrefillWorkspace:
     scratch: uint8, E4M3 labels of as many experts' matrices as it has room for.
     invalid: [1], ids that name no expert and are not -1; first_block: [E + 1], cursors: [E],
     block_experts: [blocks], order: [places], routes by expert; int32.
-    programs: of the products.
+    multiprocessors: of the device.
     """
 
     tokens: int
     topk: int
     geometry: Geometry
     inputs: int
-    programs: int
+    multiprocessors: int
     rotated: torch.Tensor
     middle: torch.Tensor
     sums: torch.Tensor
@@ -161,7 +160,7 @@ def make_prefill_workspace(
         topk=topk,
         geometry=geometry,
         inputs=inputs,
-        programs=_PREFILL_WAVES * _programs(device),
+        multiprocessors=_programs(device),
         rotated=empty(rows, hidden, dtype=dtype),
         middle=empty(routes, inner, dtype=dtype),
         sums=empty(routes * max(2 * inner, hidden), dtype=sums),

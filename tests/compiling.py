@@ -21,6 +21,8 @@ from qsrt_runtime.ops.activate_routes.kernel import activate_routes_kernel
 from qsrt_runtime.ops.combine.kernel import combine_kernel
 from qsrt_runtime.ops.combine_routes.kernel import combine_routes_kernel
 from qsrt_runtime.ops.expand.kernel import expand_kernel
+from qsrt_runtime.ops.expand.warps.kernel import expand_warps_kernel
+from qsrt_runtime.ops.expand.warps.ptx import group
 from qsrt_runtime.ops.expert_gemm.kernel import plain_kernel
 from qsrt_runtime.ops.fused.kernel import fused_kernel
 from qsrt_runtime.ops.fused.product import ptx
@@ -82,6 +84,15 @@ KERNELS = {
         {"ROWS": 1024, "STEPS": 16, "DOWN": False, "UNIFORM": False, "WIDTH": 128},
         {"labels": "*u8", "out": "*u8"},
         4,
+    ),
+    "expand_warps": (
+        expand_warps_kernel,
+        {
+            **{"ROWS": 1024, "TILES": 2, "STEPS": 16, "DOWN": False, "UNIFORM": False},
+            "GROUP": group(4),
+        },
+        {"labels": "*u8", "out": "*u8"},
+        32,
     ),
     "grouped_gemm": (
         grouped_gemm_kernel,
@@ -152,5 +163,5 @@ def compiled(name: str, capability: int) -> dict[str, object]:
 
 if __name__ == "__main__":
     for name in KERNELS:
-        for capability in (90,) if name in ("product", "fused") else (80, 90):
+        for capability in (90,) if name in ("product", "fused", "expand_warps") else (80, 90):
             sys.stdout.write(json.dumps(compiled(name, capability)) + "\n")

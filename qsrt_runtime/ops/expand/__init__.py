@@ -3,6 +3,7 @@
 import torch
 
 from qsrt_runtime.ops.expand.kernel import expand_kernel
+from qsrt_runtime.ops.expand.warps import expand_warps
 from qsrt_runtime.ops.launch import dependent, labels
 from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import PrefillWorkspace
@@ -11,12 +12,22 @@ WIDTH = 128  # rows of a program
 
 
 def expand(
-    layer: LayerWeights, experts: range, workspace: PrefillWorkspace, *, down: bool, pdl: bool
+    layer: LayerWeights,
+    experts: range,
+    workspace: PrefillWorkspace,
+    *,
+    down: bool,
+    by_warps: bool,
+    pdl: bool,
 ) -> None:
     """Gate and up, or down, of those experts of a range that have routes, to the scratch.
 
     The scratch has them as [experts, 2 I held, H], or [experts, H, I held].
+    by_warps: see launching.ways.
     """
+    if by_warps:
+        expand_warps(layer, experts, workspace, down=down, pdl=pdl)
+        return
     geometry, pairs = layer.geometry, len(layer.slots) // 8
     rows = geometry.hidden if down else 512 * pairs
     steps = 4 * pairs if down else geometry.hidden // 64

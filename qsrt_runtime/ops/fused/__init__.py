@@ -4,8 +4,9 @@ import torch
 
 from qsrt_runtime.format.manifest import SITU_BETA, SITU_LINEAR_BETA
 from qsrt_runtime.ops.fused.kernel import fused_kernel
-from qsrt_runtime.ops.fused.product import check_shared, products, step
+from qsrt_runtime.ops.fused.product import SHARED_BYTES, products, step
 from qsrt_runtime.ops.launch import dependent, labels
+from qsrt_runtime.ops.warps import check_shared
 from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import Workspace
 
@@ -97,4 +98,4 @@ def fused(
         launch_cooperative_grid=True,
         **dependent(pdl),
     )
-    check_shared(compiled.metadata.shared)
+    check_shared(compiled.metadata.shared, SHARED_BYTES)

@@ -9,6 +9,8 @@ from qsrt_runtime.ops.launch import dependent
 from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import PrefillWorkspace
 
+PROGRAMS = 2  # of each multiprocessor
+
 
 def grouped_gemm(
     rows: torch.Tensor,
@@ -28,7 +30,7 @@ def grouped_gemm(
     up matrix_rows further.   The scratch holds the experts' matrices.   block: routes of a block.
     """
     hidden, held = layer.geometry.hidden, 32 * len(layer.slots)
-    grouped_gemm_kernel[(workspace.programs,)](
+    grouped_gemm_kernel[(PROGRAMS * workspace.multiprocessors,)](
         rows,
         workspace.scratch.view(torch.int32),
         workspace.first_block,

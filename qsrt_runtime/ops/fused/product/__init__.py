@@ -7,6 +7,7 @@ import torch
 from qsrt_runtime.ops.fused.product import ptx
 from qsrt_runtime.ops.fused.product.kernel import product_kernel
 from qsrt_runtime.ops.launch import dependent, labels
+from qsrt_runtime.ops.warps import check_shared
 from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import COLUMNS, Workspace
 
@@ -62,16 +63,7 @@ def product(
         num_warps=32,
         **dependent(pdl),
     )
-    check_shared(compiled.metadata.shared)
-
-
-def check_shared(found: int) -> None:
-    """Refuse a Triton that puts anything beside the labels, behind which kernels write them."""
-    if found != SHARED_BYTES:
-        raise RuntimeError(
-            f"this Triton sets {found} bytes of shared memory aside, expected {SHARED_BYTES}; "
-            "use another version"
-        )
+    check_shared(compiled.metadata.shared, SHARED_BYTES)
 
 
 step = functools.cache(functools.partial(ptx.step, ARITHMETIC))

@@ -1,0 +1,51 @@
+"""Decode some experts' matrices to E4M3 labels by warps."""
+
+import functools
+
+import torch
+
+from qsrt_runtime.ops.expand.warps import ptx
+from qsrt_runtime.ops.expand.warps.kernel import expand_warps_kernel
+from qsrt_runtime.ops.launch import dependent, labels
+from qsrt_runtime.ops.warps import check_shared
+from qsrt_runtime.weights import LayerWeights
+from qsrt_runtime.workspace import COLUMNS, PrefillWorkspace
+
+SHARED_BYTES = 65536  # of the labels of 3 bits
+ARITHMETIC = 4  # of a lane's 16 pairs
+
+
+def expand_warps(
+    layer: LayerWeights, experts: range, workspace: PrefillWorkspace, *, down: bool, pdl: bool
+) -> None:
+    """As expand, on GPUs whose multiprocessors have 227 KB to share."""
+    geometry, pairs = layer.geometry, len(layer.slots) // 8
+    rows = geometry.hidden if down else COLUMNS * pairs
+    compiled = expand_warps_kernel[(workspace.multiprocessors,)](
+        layer.atoms.view(torch.int32),
+        labels(torch.float8_e4m3fn, layer.atoms.device).view(torch.uint8),
+        layer.format_codes,
+        workspace.first_block,
+        workspace.scratch,
+        layer.layer,
+        layer.slots.start // 8,
+        experts.start,
+        len(experts),
+        HIDDEN=geometry.hidden,
+        BUNDLE=geometry.bundle_bytes,
+        SLOT_STRIDE=layer.atoms.shape[1],
+        PAIRS=geometry.pairs,
+        ROWS=rows,
+        TILES=-(-rows // COLUMNS),
+        STEPS=4 * pairs if down else geometry.hidden // 64,
+        DOWN=down,
+        UNIFORM=layer.traits.uniform,
+        GROUP=group(ARITHMETIC),
+        PDL=pdl,
+        num_warps=32,
+        **dependent(pdl),
+    )
+    check_shared(compiled.metadata.shared, SHARED_BYTES)
+
+
+group = functools.cache(ptx.group)
