@@ -93,7 +93,9 @@ def bench(name: str, tokens: list[int], parts: bool) -> None:
         )
         inputs = inputs_of(count, hidden, experts, topk)
         error = check(layer, workspace, inputs[0])
-        calls = [lambda i=i: moe_prefill(i[0], layer, i[1], i[2], workspace, i[3]) for i in inputs]
+        calls = [
+            lambda i=i, w=workspace: moe_prefill(i[0], layer, i[1], i[2], w, i[3]) for i in inputs
+        ]
         us = graph_us(calls)
         if parts:
             say(f"{name:8} M={count:<4} {us:8.1f} us: {parts_us(layer, topk, workspace, inputs)}")

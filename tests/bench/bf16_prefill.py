@@ -36,7 +36,6 @@ def _product(
     """out [R, ROWS]: SiLU(x W1) * (x W3) where GATED, weights [E, 2 ROWS, DEPTH], else x W2."""
     tiles: tl.constexpr = ROWS // WIDTH
     blocks = tl.load(first_block + EXPERTS)
-    number = tl.program_id(0)
     matrix: tl.constexpr = 2 * ROWS if GATED else ROWS
     for number in tl.range(tl.program_id(0), blocks * tiles, tl.num_programs(0)):
         group = number // (GROUP * tiles)
