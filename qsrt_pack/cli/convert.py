@@ -95,6 +95,10 @@ def convert(
     downloaded into its cache. OUT is the package's folder, by default MODEL-qsrt.
     Stopped by whatever, it leaves the finished layers in OUT.partial; the same command continues.
     Under torchrun, on one machine or on several with a shared file system, all processes encode.
+
+    \b
+    Example:
+      qsrt-pack convert --calibration text.txt model model-qsrt
     """
     from qsrt_pack import job
     from qsrt_pack.encode.expert import Settings
@@ -247,6 +251,10 @@ def calibrate_command(
 
     MODEL is a local Hugging Face checkpoint. Each window counts as a document. One layer is in
     memory at a time. Stopped by whatever, it goes on with the same command.
+
+    \b
+    Example:
+      qsrt-pack calibrate --text text.txt --out model.calibration model
     """
     from qsrt_pack.calibration import calibrate
     from qsrt_pack.workers import find_devices

@@ -28,6 +28,10 @@ def eval_command(
 
     Reports KL, agreement and perplexity on a text, in float32; both models are in memory at once.
     Both may be folders or repositories on the Hub, OWNER/NAME[@REVISION].
+
+    \b
+    Example:
+      qsrt-pack eval --reference model --text text.txt model-qsrt
     """
     from qsrt_pack.evaluate import describe, evaluate
     from qsrt_pack.hub import checkpoint_folder, local_folder

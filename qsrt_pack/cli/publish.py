@@ -35,6 +35,10 @@ def push_command(
     Checks it, writes its model card, seals it again, and uploads it; the seal goes last. Prints
     the digest of the seal. Stopped by whatever, the same command continues. Log in before, by
     `hf auth login` or HF_TOKEN.
+
+    \b
+    Example:
+      qsrt-pack push --license apache-2.0 --base-model owner/model model-qsrt me/model-qsrt
     """
     from qsrt_pack.hub import push
 
@@ -71,6 +75,10 @@ def pull_command(
 
     Prints the digest of its seal, which binds every byte. Stopped by whatever, the same command
     continues.
+
+    \b
+    Example:
+      qsrt-pack pull me/model-qsrt model-qsrt
     """
     from qsrt_pack.hub import pull
 

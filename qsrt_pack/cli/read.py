@@ -16,7 +16,12 @@ _log = logging.getLogger("qsrt_pack")
 @json_option
 @click.pass_obj
 def validate(show_progress: bool, package: Path, deep: bool, as_json: bool) -> None:
-    """Check every byte and rule of a package."""
+    """Check every byte and rule of a package.
+
+    \b
+    Example:
+      qsrt-pack validate --deep model-qsrt
+    """
     from qsrt_pack.validate import validate as run
 
     report = run(package, deep=deep, show_progress=show_progress)
@@ -39,6 +44,10 @@ def inspect_command(show_progress: bool, path: Path, as_json: bool) -> None:
     """Show what a package or a layer file holds.
 
     Geometry, rate modes, bytes by kind, errors and origin, without reading the weights.
+
+    \b
+    Example:
+      qsrt-pack inspect model-qsrt
     """
     from qsrt_pack.inspect import describe, inspect
 
@@ -65,6 +74,10 @@ def decode(
     """Decode a package into a dense checkpoint.
 
     OUT becomes a checkpoint folder that transformers loads.
+
+    \b
+    Example:
+      qsrt-pack decode --dtype bfloat16 model-qsrt model-decoded
     """
     from qsrt_pack.restore import decode_package
 

@@ -67,6 +67,22 @@ def test_help(command: tuple[str, ...], option: str) -> None:
         assert all(name in result.stdout for name in COMMANDS)
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_example_of_a_command_parses(command: str) -> None:
+    words = invoke(command, "--help").stdout.split("Example:\n")[1].splitlines()[0].split()
+    assert words[:2] == ["qsrt-pack", command]
+    found = main.commands[command]
+    found.make_context(command, words[2:])
+
+
+def test_the_shell_completes_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_QSRT_PACK_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_WORDS", "qsrt-pack va")
+    monkeypatch.setenv("COMP_CWORD", "1")
+    done = CliRunner().invoke(main, prog_name="qsrt-pack")
+    assert done.stdout == "plain,validate\n"
+
+
 def test_the_commands_are_those_tested() -> None:
     assert sorted(main.commands) == sorted(COMMANDS)
 
