@@ -82,7 +82,7 @@ def _moe_forward(
     )
     forward = moe_forward_reference
     if x.device.type == "cuda" and x.dtype in (torch.float16, torch.bfloat16):
-        from qsrt_runtime.moe_decode import moe_forward_kernels as forward  # brings triton
+        from qsrt_runtime.moe_kernels import moe_forward_kernels as forward  # brings triton
     return forward(
         x, weights, topk_ids, topk_weights, expert_map=expert_map, weight_on_input=weight_on_input
     )

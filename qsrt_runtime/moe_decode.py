@@ -11,9 +11,10 @@ from qsrt_runtime.ops.combine import combine
 from qsrt_runtime.ops.expert_gemm import expert_gemm
 from qsrt_runtime.ops.fused import fused, is_small, makes_rows
 from qsrt_runtime.ops.fused.product import product
+from qsrt_runtime.ops.group import group
 from qsrt_runtime.ops.prepare import prepare
 from qsrt_runtime.weights import LayerWeights
-from qsrt_runtime.workspace import MAX_TOKENS, Workspace, make_workspace
+from qsrt_runtime.workspace import FEW_TOKENS, PLACES, Workspace
 
 
 def moe_decode(
@@ -27,7 +28,7 @@ def moe_decode(
     expert_map: torch.Tensor | None = None,
     weight_on_input: bool = False,
 ) -> torch.Tensor:
-    """The routed experts' output for up to 16 tokens, as moe_forward_reference, to out.
+    """The routed experts' output for up to MAX_TOKENS tokens, as moe_forward_reference, to out.
 
     x: [T, H] float16 or bfloat16.   out: [T, H] of x's type.   All contiguous.
     workspace: of this geometry, top-k and type. Nothing is allocated and nothing waited for, so
@@ -66,7 +67,8 @@ def _launch(
 ) -> None:
     tokens, topk = topk_ids.shape
     by_warps, pdl = ways(x.device)
-    if by_warps and is_small(layer, topk_ids):
+    few = tokens <= FEW_TOKENS
+    if by_warps and few and is_small(layer, topk_ids):
         if not makes_rows(layer, tokens):
             prepare(x, layer, topk_ids, expert_map, workspace, pdl)
         fused(x, layer, topk_ids, expert_map, topk_weights, weight_on_input, workspace, out, pdl)
@@ -77,42 +79,11 @@ def _launch(
     divisor = 1 if by_route else topk
     up = 0 if layer.traits.inputs == 1 else tokens * topk // divisor  # rows from gate's to up's
     gemm = product if by_warps else expert_gemm
-    prepare(x, *routed, workspace, pdl)
+    if few:
+        prepare(x, *routed, workspace, pdl)
+    else:
+        group(x, *routed, workspace, PLACES, pdl)
     gemm(workspace.rotated, *routed, workspace, divisor, up, down=False, pdl=pdl)
     activate(*routed, before, workspace, pdl)
     gemm(workspace.middle, *routed, workspace, 1, 0, down=True, pdl=pdl)
     combine(*routed, after, workspace, out, pdl)
-
-
-def moe_forward_kernels(
-    x: torch.Tensor,
-    layer: LayerWeights,
-    topk_ids: torch.Tensor,
-    topk_weights: torch.Tensor,
-    *,
-    expert_map: torch.Tensor | None = None,
-    weight_on_input: bool = False,
-    workspace: Workspace | None = None,
-) -> torch.Tensor:
-    """As moe_decode for any number of tokens in any layout.
-
-    workspace: the caller's, for as many tokens of the call as it has room for at a time; without
-    it one is made.
-    """
-    check_arguments(x, layer, topk_ids, topk_weights, expert_map)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    tokens, topk = topk_ids.shape
-    if not tokens or not topk:
-        return out.zero_()
-    if workspace is None:
-        most = min(tokens, MAX_TOKENS)
-        workspace = make_workspace(layer.geometry, topk, most, x.dtype, x.device)
-    options = {"expert_map": expert_map, "weight_on_input": weight_on_input}
-    if expert_map is not None:
-        options["expert_map"] = expert_map.contiguous()
-    whole = (x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous(), out)
-    for rows, ids, weights, results in zip(
-        *(t.split(workspace.tokens) for t in whole), strict=True
-    ):
-        moe_decode(rows, layer, ids, weights, workspace, results, **options)
-    return out

@@ -6,7 +6,8 @@ import torch
 
 from qsrt_runtime.format.geometry import Geometry
 
-MAX_TOKENS = 16  # of one call of moe_decode
+MAX_TOKENS = 256  # of one call of moe_decode
+FEW_TOKENS = 16  # whose routes are mapped without atomics, and who may go in one launch
 PLACES = 8  # routes of a block, which share a decoded weight
 COLUMNS = 512  # of a tile of a product
 MAX_PREFILL_TOKENS = 4096  # of one call of moe_prefill
@@ -25,7 +26,8 @@ class Workspace:
     counts: [2] int32, blocks of routes, and ids that name no expert and are not -1.
     arrivals: [2] int32, programs that have come to where all meet; the first is 0 between calls.
     block_experts: [blocks], block_routes: [blocks, PLACES], -1 where empty; route_places: [R],
-    block PLACES + place of each route, -1 for none; scratch: of prepare; int32.
+    block PLACES + place of each route, -1 for none; scratch: of prepare; first_block: [E + 1],
+    cursors: [E], of group; int32.
     programs: of the products, one for each multiprocessor.
     """
 
@@ -42,6 +44,8 @@ class Workspace:
     block_routes: torch.Tensor
     route_places: torch.Tensor
     scratch: torch.Tensor
+    first_block: torch.Tensor
+    cursors: torch.Tensor
 
     def invalid_routes(self) -> int:
         """Ids of the last call that named no expert and were not -1. Waits for the device."""
@@ -84,7 +88,9 @@ def make_workspace(
         block_experts=integers(most),
         block_routes=integers(most, PLACES),
         route_places=integers(routes),
-        scratch=integers(4 * max(16, routes)),
+        scratch=integers(4 * max(16, min(routes, FEW_TOKENS * topk))),
+        first_block=integers(geometry.experts + 1),
+        cursors=integers(geometry.experts),
     )
 
 
@@ -103,8 +109,8 @@ class PrefillWorkspace:
     R = T topk.
     sums: [R max(2 I, H)], of gate and up, then of down; bfloat16 for bfloat16 rows, else float32.
     scratch: uint8, E4M3 labels of as many experts' matrices as it has room for.
-    invalid: [1], ids that name no expert and are not -1; first_block: [E + 1], cursors: [E],
-    block_experts: [blocks], order: [places], routes by expert; int32.
+    counts: [2], first_block: [E + 1], cursors: [E], block_experts: [blocks], order: [places], the
+    routes by expert; int32, see ops.group.
     multiprocessors: of the device.
     """
 
@@ -117,7 +123,7 @@ class PrefillWorkspace:
     middle: torch.Tensor
     sums: torch.Tensor
     scratch: torch.Tensor
-    invalid: torch.Tensor
+    counts: torch.Tensor
     first_block: torch.Tensor
     cursors: torch.Tensor
     block_experts: torch.Tensor
@@ -125,7 +131,7 @@ class PrefillWorkspace:
 
     def invalid_routes(self) -> int:
         """Ids of the last call that named no expert and were not -1. Waits for the device."""
-        return int(self.invalid)
+        return int(self.counts[1])
 
 
 def make_prefill_workspace(
@@ -165,7 +171,7 @@ def make_prefill_workspace(
         middle=empty(routes, inner, dtype=dtype),
         sums=empty(routes * max(2 * inner, hidden), dtype=sums),
         scratch=empty(max(one, min(scratch_bytes // 16 * 16, one * experts)), dtype=torch.uint8),
-        invalid=empty(1),
+        counts=empty(2),
         first_block=empty(experts + 1),
         cursors=empty(experts),
         block_experts=empty(min(routes, routes // MIN_BLOCK + experts)),

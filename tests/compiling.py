@@ -75,7 +75,10 @@ KERNELS = {
     ),
     "group": (
         group_kernel,
-        {"INPUTS": 2, "BLOCKS": 2, "EXPERTS": 64, "ROUTES": 4096, "BLOCK": 128},
+        {
+            **{"INPUTS": 2, "BLOCKS": 2, "EXPERTS": 64, "ROUTES": 4096, "BLOCK": 128},
+            **{"BY_WORD": False, "HAS_PLACES": True},
+        },
         {},
         4,
     ),

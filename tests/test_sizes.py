@@ -32,7 +32,7 @@ from qsrt_runtime.format.evidence import low_to_high
 from qsrt_runtime.format.geometry import Geometry, TrueSizes
 from qsrt_runtime.format.package import open_package, read_evidence, read_package_layer, seal
 from qsrt_runtime.format.slab import unpack_expert
-from qsrt_runtime.moe_decode import moe_forward_kernels
+from qsrt_runtime.moe_kernels import moe_forward_kernels
 
 SIZES = TrueSizes(hidden=96, intermediate=704)
 STORED = Geometry(hidden=128, intermediate=768, experts=2)

@@ -43,7 +43,7 @@ from qsrt_runtime.load import (
 from qsrt_runtime.moe import moe_forward
 from qsrt_runtime.staging import Staging
 from qsrt_runtime.weights import LayerWeights, traits_of
-from qsrt_runtime.workspace import MAX_TOKENS, Workspace, make_workspace
+from qsrt_runtime.workspace import FEW_TOKENS, Workspace, make_workspace
 
 METHOD = "qsrt"
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -139,7 +139,7 @@ class QsrtConfig(QuantizationConfig):
         """The buffers that all layers use in turn, there before vLLM captures graphs."""
         if self._workspace is None:
             device = weights.atoms.device
-            self._workspace = make_workspace(weights.geometry, topk, MAX_TOKENS, dtype, device)
+            self._workspace = make_workspace(weights.geometry, topk, FEW_TOKENS, dtype, device)
         return self._workspace
 
 
@@ -196,7 +196,7 @@ class QsrtMoEMethod(FusedMoEMethodBase):
         options["weight_on_input"] = layer.apply_router_weight_on_input
         if self.workspace is None:
             return moe_forward(x, self.weights, *routes, **options)
-        from qsrt_runtime.moe_decode import moe_forward_kernels  # brings triton
+        from qsrt_runtime.moe_kernels import moe_forward_kernels  # brings triton
 
         padded, options["workspace"] = padded_rows(x, self.weights), self.workspace
         out = moe_forward_kernels(padded, self.weights, *routes, **options)

@@ -93,7 +93,7 @@ class Dense:
 
         self.first_block, self.cursors = integers(self.experts + 1), integers(self.experts)
         self.block_experts, self.order = integers(routes // 16 + self.experts), integers(places)
-        self.invalid = integers(1)
+        self.counts = integers(2)
         self.middle = self.w2.new_empty(routes, self.inner)
         self.parts = self.w2.new_empty(routes, self.hidden)
         self.programs = torch.cuda.get_device_properties(device).multi_processor_count
@@ -101,11 +101,12 @@ class Dense:
     def sort(self, ids: torch.Tensor, block: int) -> None:
         routes = ids.numel()
         group_kernel[(1,)](
-            self.w2, self.w2, ids, ids, self.w2, self.invalid, self.first_block, self.cursors,
-            self.block_experts, self.order, 0, routes, self.experts, self.experts,
+            self.w2, self.w2, ids, ids, self.w2, self.counts, self.first_block, self.cursors,
+            self.block_experts, self.order, self.order, 0, routes, self.experts, self.experts,
             HIDDEN=self.hidden, SCALE_ROWS=1, TOPK=self.topk, BY_ROUTE=False, INPUTS=1, BLOCKS=2,
             EXPERTS=triton.next_power_of_2(self.experts),
-            ROUTES=min(4096, triton.next_power_of_2(routes)), BLOCK=block, HAS_MAP=False,
+            ROUTES=min(4096, triton.next_power_of_2(routes)), BLOCK=block,
+            BY_WORD=True, HAS_PLACES=False, HAS_MAP=False,
             PDL=False, num_warps=4,
         )  # fmt: skip
 

@@ -5,7 +5,7 @@ import torch
 from qsrt_runtime.ops.group.kernel import group_kernel
 from qsrt_runtime.ops.launch import dependent
 from qsrt_runtime.weights import LayerWeights
-from qsrt_runtime.workspace import PrefillWorkspace
+from qsrt_runtime.workspace import PrefillWorkspace, Workspace
 
 BLOCKS = 2  # Hadamard blocks of a program
 ROUTES = 4096  # looked at at once
@@ -16,15 +16,18 @@ def group(
     layer: LayerWeights,
     topk_ids: torch.Tensor,
     expert_map: torch.Tensor | None,
-    workspace: PrefillWorkspace,
+    workspace: Workspace | PrefillWorkspace,
     block: int,
     pdl: bool,
 ) -> None:
-    """Fill the workspace's order of routes and rotated rows.
+    """Fill the workspace's map of routes and rotated rows.
 
     x: [T, H], topk_ids: [T, k], contiguous; a value that names no expert takes part in nothing,
-    and is counted unless it is -1.   block: routes of a block.
+    and is counted unless it is -1.   block: routes of a block, PLACES for moe_decode's workspace.
+    Rows are in fragment order for moe_decode, in word order for moe_prefill.
     """
+    decodes = isinstance(workspace, Workspace)
+    order = workspace.block_routes if decodes else workspace.order
     tokens, topk = topk_ids.shape
     hidden, experts = layer.geometry.hidden, layer.geometry.experts
     by_route = layer.traits.inputs == 0
@@ -35,11 +38,12 @@ def group(
         topk_ids,
         topk_ids if expert_map is None else expert_map,
         workspace.rotated,
-        workspace.invalid,
+        workspace.counts,
         workspace.first_block,
         workspace.cursors,
         workspace.block_experts,
-        workspace.order,
+        order,
+        workspace.route_places if decodes else order,
         rows,
         tokens * topk,
         experts if expert_map is None else len(expert_map),
@@ -53,6 +57,8 @@ def group(
         EXPERTS=1 << (experts - 1).bit_length(),
         ROUTES=min(ROUTES, 1 << (tokens * topk - 1).bit_length()),
         BLOCK=block,
+        BY_WORD=not decodes,
+        HAS_PLACES=decodes,
         HAS_MAP=expert_map is not None,
         PDL=pdl,
         num_warps=4,

@@ -10,17 +10,19 @@ from qsrt_runtime.ops.kernel import expert_of, rotate_rows, wait_for_previous
 def _sort_routes(
     ids,
     expert_map,
-    invalid,
+    counts,
     first_block,
     cursors,
     block_experts,
     order,
+    places,
     num_routes,
     num_ids,
     num_experts,
     EXPERTS: tl.constexpr,
     ROUTES: tl.constexpr,
     BLOCK: tl.constexpr,
+    HAS_PLACES: tl.constexpr,
     HAS_MAP: tl.constexpr,
 ):
     """Count each expert's routes, give it whole blocks of BLOCK places, and fill them.
@@ -39,7 +41,7 @@ def _sort_routes(
         tl.atomic_add(cursors + found, 1, mask=mask & (found >= 0), sem="relaxed")
         wrongs += wrong.to(tl.int32)
         start += ROUTES
-    tl.store(invalid, tl.sum(wrongs, 0))
+    tl.store(counts + 1, tl.sum(wrongs, 0))
     tl.debug_barrier()
     count = tl.load(cursors + expert, mask=is_expert, other=0)
     blocks = tl.cdiv(count, BLOCK)
@@ -47,6 +49,7 @@ def _sort_routes(
     first = last - blocks
     tl.store(first_block + expert, first, mask=is_expert)
     tl.store(first_block + num_experts, tl.sum(blocks, 0))
+    tl.store(counts, tl.sum(blocks, 0))
     tl.debug_barrier()
     tl.store(cursors + expert, first * BLOCK, mask=is_expert)
     number, most = 0, tl.max(blocks, 0)
@@ -64,9 +67,11 @@ def _sort_routes(
         route = start + tl.arange(0, ROUTES)
         mask = route < num_routes
         found, _ = expert_of(ids, expert_map, route, mask, num_ids, num_experts, HAS_MAP)
-        mask &= found >= 0
-        place = tl.atomic_add(cursors + found, 1, mask=mask, sem="relaxed")
-        tl.store(order + place, route, mask=mask)
+        has_expert = mask & (found >= 0)
+        place = tl.atomic_add(cursors + found, 1, mask=has_expert, sem="relaxed")
+        tl.store(order + place, route, mask=has_expert)
+        if HAS_PLACES:
+            tl.store(places + route, tl.where(has_expert, place, -1), mask=mask)
         start += ROUTES
 
 
@@ -80,11 +85,12 @@ def group_kernel(
     ids,
     expert_map,
     rotated,
-    invalid,
+    counts,
     first_block,
     cursors,
     block_experts,
     order,
+    places,
     num_rows,
     num_routes,
     num_ids,
@@ -98,13 +104,16 @@ def group_kernel(
     EXPERTS: tl.constexpr,
     ROUTES: tl.constexpr,
     BLOCK: tl.constexpr,
+    BY_WORD: tl.constexpr,
+    HAS_PLACES: tl.constexpr,
     HAS_MAP: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program 0 sorts the routes, each other one rotates BLOCKS Hadamard blocks of a row.
 
     first_block: [num_experts + 1], cursors: [num_experts], block_experts: [blocks], order:
-    [blocks, BLOCK], -1 where empty; invalid: how many ids name no expert and are not -1; int32.
+    [blocks, BLOCK], -1 where empty; counts: [2], blocks, and ids that name no expert and are not
+    -1; where HAS_PLACES places: [num_routes], where each route stands in order, -1 for none; int32.
     EXPERTS: num_experts rounded up to a power of two.   ROUTES: looked at at once.
     """
     wait_for_previous(PDL)
@@ -113,17 +122,19 @@ def group_kernel(
         _sort_routes(
             ids,
             expert_map,
-            invalid,
+            counts,
             first_block,
             cursors,
             block_experts,
             order,
+            places,
             num_routes,
             num_ids,
             num_experts,
             EXPERTS,
             ROUTES,
             BLOCK,
+            HAS_PLACES,
             HAS_MAP,
         )
     else:
@@ -146,5 +157,5 @@ def group_kernel(
             INPUTS,
             BLOCKS,
             HAS_MAP,
-            True,
+            BY_WORD,
         )

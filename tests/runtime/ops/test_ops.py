@@ -4,14 +4,26 @@ from dataclasses import replace
 
 import pytest
 import torch
-from layers import BOUND, DEVICES, error, inputs, place, poisoned, random_layer
+from layers import (
+    BOUND,
+    DEVICES,
+    check_guards,
+    error,
+    guard,
+    inputs,
+    place,
+    poisoned,
+    random_layer,
+)
 
 from qsrt_runtime.format.geometry import Geometry
-from qsrt_runtime.moe_decode import ways
+from qsrt_runtime.launching import ways
 from qsrt_runtime.ops.activate import activate
 from qsrt_runtime.ops.activate.reference import activate_reference
 from qsrt_runtime.ops.combine import combine
 from qsrt_runtime.ops.combine.reference import combine_reference
+from qsrt_runtime.ops.expand import expand
+from qsrt_runtime.ops.expand.reference import expand_reference
 from qsrt_runtime.ops.expert_gemm import expert_gemm
 from qsrt_runtime.ops.expert_gemm.reference import (
     down_reference,
@@ -19,9 +31,11 @@ from qsrt_runtime.ops.expert_gemm.reference import (
     in_slot_order,
 )
 from qsrt_runtime.ops.fused.product import product
+from qsrt_runtime.ops.group import group
+from qsrt_runtime.ops.group.reference import group_reference
 from qsrt_runtime.ops.prepare import prepare
 from qsrt_runtime.ops.prepare.reference import map_routes_reference, rotate_rows_reference
-from qsrt_runtime.workspace import COLUMNS, PLACES
+from qsrt_runtime.workspace import COLUMNS, PLACES, make_prefill_workspace
 
 TOPK = 2
 
@@ -69,6 +83,60 @@ def test_routes(name, dtype, tokens):
     assert workspace.block_experts[: len(blocks)].tolist() == blocks
     assert workspace.block_routes[: len(blocks)].tolist() == routes
     assert workspace.route_places[: ids.numel()].tolist() == places
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+@pytest.mark.parametrize("tokens", [1, 17, 40])
+@pytest.mark.parametrize("block", [8, 16])
+def test_sorted_routes(name, dtype, tokens, block):
+    """Of the decoding's workspace, blocks of 8; of prefill's, of 16."""
+    layer, device = random_layer(GEOMETRY, place(name)), place(name)
+    x, ids, _ = inputs(layer, tokens, TOPK, dtype)
+    ids[0, 1], ids[-1] = -1, 2
+    if block == PLACES:
+        workspace = poisoned(layer, TOPK, dtype, tokens)
+        order = workspace.block_routes
+    else:
+        made = make_prefill_workspace(GEOMETRY, TOPK, tokens, 1, dtype, device)
+        workspace = guard(made)
+        order = workspace.order
+    group(x, layer, ids, None, workspace, block, False)
+    first, block_experts, blocks = group_reference(ids.flatten().tolist(), 3, block)
+    assert workspace.counts.tolist() == [len(blocks), 0]
+    assert workspace.first_block.tolist() == first
+    assert workspace.block_experts[: len(blocks)].tolist() == block_experts
+    found = order.flatten()[: len(blocks) * block].tolist()
+    for expert in range(3):  # in any order, empty places last
+        those = found[first[expert] * block : first[expert + 1] * block]
+        routes = [r for some in blocks[first[expert] : first[expert + 1]] for r in some]
+        count = sum(route >= 0 for route in routes)
+        assert sorted(those[:count]) == routes[:count]
+        assert those[count:] == routes[count:]
+    if block == PLACES:
+        for route, at in enumerate(workspace.route_places[: ids.numel()].tolist()):
+            assert (found[at] == route) if ids.flatten()[route] >= 0 else at == -1
+    check_guards(workspace)
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+def test_expanded_matrices(name, dtype):
+    layer, _, _, _, _, _ = case(name, dtype, "one", 1)
+    device = layer.atoms.device
+    workspace = guard(make_prefill_workspace(GEOMETRY, 1, 1, 1, dtype, device))
+    workspace.first_block[:] = torch.tensor([0, 1, 1, 2])  # expert 1 has no routes
+    for down in (False, True):
+        workspace.scratch.fill_(0x7F)
+        for by_warps in {False, ways(device)[0]}:
+            options = {"down": down, "by_warps": by_warps, "pdl": False}
+            expand(layer, range(3), workspace, **options)
+            found = workspace.scratch[: (1 if down else 2) * 3 * 512 * 256]
+            found = natural(found.view(torch.float8_e4m3fn).view(3, -1, 512 if down else 256))
+            for expert in (0, 2):
+                order = in_slot_order(layer, expert)
+                expected = expand_reference(layer, expert, order)[down]
+                assert torch.equal(found[expert], expected)
+            assert found[1].isnan().all()
+    check_guards(workspace)
 
 
 @pytest.mark.parametrize(("name", "dtype"), DEVICES)
