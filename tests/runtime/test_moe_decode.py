@@ -32,7 +32,7 @@ from qsrt_runtime.workspace import make_workspace
 
 
 def run(x, layer, ids, weights, workspace=None, **options):
-    workspace = workspace or poisoned(layer, ids.shape[1], x.dtype)
+    workspace = workspace or poisoned(layer, ids.shape[1], x.dtype, max(16, len(x)))
     out = torch.full_like(x, float("nan"))
     assert moe_decode(x, layer, ids, weights, workspace, out, **options) is out
     check_guards(workspace)
