@@ -5,6 +5,7 @@ has others for a dark one. The same values give the same bytes.
 """
 
 import io
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,13 +15,14 @@ import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, MaxNLocator, SymmetricalLogLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 _INK, _FAINT, _COLOURS = "#24292f", "#d0d7de", ("#0969da", "#d4761a", "#1a7f37", "#8250df")
-_VARIABLES = {_INK: "--ink", _FAINT: "--faint"} | {
+_REST = "#afb8c1"
+_VARIABLES = {_INK: "--ink", _FAINT: "--faint", _REST: "--rest"} | {
     colour: f"--series-{number}" for number, colour in enumerate(_COLOURS)
 }
-_WIDTH = 5.0  # inches; on a phone, of 4.5, letters keep nearly their size
+_WIDTH = 4.4  # inches, which are 317 points: on a phone of 360 pixels letters keep their size
 _STYLE = {
     "font.family": ["DejaVu Sans", "sans-serif"],
     "font.size": 11,
@@ -80,7 +82,7 @@ def plot_spreads(
 
     logarithmic: but for values below 1.
     """
-    with _panels(len(panels), 1.45) as (figure, axes):
+    with _panels(len(panels), 1.45 if len(panels) > 1 else 2) as (figure, axes):
         stroke = _stroke(layers)
         for ax, colour, (title, spreads) in zip(axes, _COLOURS, panels.items(), strict=False):
             places = [place for place, layer in enumerate(layers) if layer in spreads]
@@ -92,11 +94,9 @@ def plot_spreads(
             medians = [s.median for s in found]
             ax.plot(places, medians, "o", color=colour, markersize=max(2, stroke / 2))
             ax.set_title(title)
-            if logarithmic:
-                ax.set_yscale("symlog", linthresh=1)
-                ax.yaxis.set_major_locator(SymmetricalLogLocator(base=10, linthresh=1))
-                ax.yaxis.set_major_formatter(FuncFormatter(_short))
             ax.set_ylim(bottom=0)
+            if logarithmic:
+                _scale_from_zero(ax, max(highs))
             _name_layers(ax, layers)
         _share_layers(axes)
     return figure
@@ -105,14 +105,14 @@ def plot_spreads(
 def plot_stacks(
     layers: Sequence[int], panels: dict[str, dict[str, Sequence[float]]], *, top: float | None
 ) -> Figure:
-    """A panel by title, in it a bar for each layer, of parts by their name.
+    """A panel by title, in it a bar for each layer, of two parts by their name.
 
-    top: where the axis ends, None for where the bars do.
+    The first part is the one to be seen.   top: where the axis ends, None for where the bars do.
     """
-    with _panels(len(panels), 1.45) as (figure, axes):
+    with _panels(len(panels), 1.7) as (figure, axes):
         for ax, (title, parts) in zip(axes, panels.items(), strict=True):
             below = np.zeros(len(layers))
-            for colour, (name, values) in zip(_COLOURS, parts.items(), strict=False):
+            for colour, (name, values) in zip((_COLOURS[0], _REST), parts.items(), strict=True):
                 height = np.asarray(values, dtype=np.float64)
                 ax.bar(range(len(layers)), height, 0.8, below, color=colour, label=name)
                 below += height
@@ -145,23 +145,38 @@ def plot_bars(bars: dict[str, float], describe: Callable[[float], str]) -> Figur
 def plot_histogram(
     edges: Sequence[float], counts: Sequence[int], marks: dict[str, float], label: str
 ) -> Figure:
-    """Counts between edges, which are positive, on a logarithmic axis.
+    """Counts between edges on a logarithmic axis.
 
+    edges: ascending, of which the first may be 0; its bin is drawn as wide as the next.
     marks: values to be marked, by name.
     """
+    if not edges[0]:
+        edges = [edges[1] * (edges[1] / edges[2]), *edges[1:]]
     with _panels(1, 2.5) as (figure, (ax,)):
         ax.stairs(counts, edges, fill=True, color=_COLOURS[0], alpha=0.6)
         styles = ("-", "--", "-.", ":")
         for style, (name, value) in zip(styles, marks.items(), strict=False):
             ax.axvline(value, color=_INK, linestyle=style, linewidth=1.2, label=name)
         ax.set_xscale("log")
+        ax.xaxis.set_major_locator(LogLocator(numticks=6))
+        ax.xaxis.set_major_formatter(FuncFormatter(_short))
+        ax.xaxis.set_minor_formatter(NullFormatter())
         ax.set_xlim(edges[0], edges[-1])
         ax.set_xlabel(label)
         ax.set_ylabel("positions")
         ax.yaxis.set_major_formatter(FuncFormatter(_short))
         if marks:
-            figure.legend(loc="outside upper center", ncols=len(marks))
+            figure.legend(loc="outside upper right", ncols=len(marks), handlelength=1.5)
     return figure
+
+
+def _scale_from_zero(ax: Axes, largest: float) -> None:
+    """Logarithmic above 1, with ticks at 0 and every second power of ten."""
+    ax.set_yscale("symlog", linthresh=1)
+    powers = range(0, max(2, math.ceil(math.log10(largest + 1)) + 1), 2)
+    ax.set_yticks([0, *(10**power for power in powers)])
+    ax.yaxis.set_major_formatter(FuncFormatter(_short))
+    ax.set_ylim(0, 2 * largest + 1)
 
 
 def _stroke(layers: Sequence[int]) -> float:

@@ -22,7 +22,8 @@ def build_page(content: Content, sections: list[Section]) -> str:
     return _ENVIRONMENT.get_template("page.html").render(
         content=content,
         maker=MAKERS[content.summary["is_ours"]],
-        facts=[*content_lines(content.summary), *origin_lines(content.summary)],
+        facts=content_lines(content.summary),
+        origin=origin_lines(content.summary),
         sections=sections,
         svg=lambda figure, name: Markup(figures.svg(figure, name)),
     )

@@ -171,7 +171,7 @@ def _modes(content: Content) -> Section:
     }
     panels = {
         f"{side}, %": {
-            kind: [100 * found[kind] / found.total() for found in counts] for kind in ("P33", "P24")
+            kind: [100 * found[kind] / found.total() for found in counts] for kind in ("P24", "P33")
         }
         for side, counts in pairs.items()
     }
@@ -179,14 +179,14 @@ def _modes(content: Content) -> Section:
     for place, (layer, experts) in enumerate(content.experts.items()):
         for number, side in enumerate(_SIDES):
             modes = Counter(e.modes[number] for e in experts)
-            kinds = [pairs[side][place][kind] for kind in ("P33", "P24")]
+            kinds = [pairs[side][place][kind] for kind in ("P24", "P33")]
             counts = [*kinds, *(modes[mode] for mode in (0, 1, 2))]
             rows.append([str(layer), side, *(f"{count:,}" for count in counts)])
     text = (
         "A pair is 256 channels: P33 codes all at 3 bits, P24 the less important half at 2 and the "
         "other at 4. An expert of mode R0 has only P33, of R1 one P24, of R2 two."
     )
-    columns = ["layer", "matrices", "P33", "P24", "R0", "R1", "R2"]
+    columns = ["layer", "matrices", "P24", "P33", "R0", "R1", "R2"]
     return Section(
         name="modes",
         title="Rate modes chosen",
@@ -203,11 +203,13 @@ def _thin(content: Content) -> Section:
     if not content.is_calibrated:
         return Section(name, title, _NOT_CALIBRATED)
     enough = PRIOR * content.summary["true_hidden_size"]
-    counts = {"thin": [], "fallback": []}
+    counts = {"fallback": [], "thin": []}
     listed: list[Expert] = []
     for experts in content.experts.values():
         fallbacks = [e for e in experts if e.fallback is not None]
-        thin = [e for e in experts if e.fallback is None and (e.tokens or 0) < enough]
+        thin = [
+            e for e in experts if e.fallback is None and e.tokens is not None and e.tokens < enough
+        ]
         counts["thin"].append(len(thin))
         counts["fallback"].append(len(fallbacks))
         listed += thin + fallbacks
@@ -224,8 +226,8 @@ def _thin(content: Content) -> Section:
     ]
     caption = f"The {len(rows):,} with the fewest tokens, of {len(listed):,}"
     shown = Table(["layer", "expert", "fallback", "tokens"], rows, names=3, caption=caption)
-    numbers = zip(content.experts, counts["thin"], counts["fallback"], strict=True)
-    by_layer = Table(["layer", "thin", "fallback"], [[f"{n:,}" for n in row] for row in numbers])
+    numbers = zip(content.experts, counts["fallback"], counts["thin"], strict=True)
+    by_layer = Table(["layer", "fallback", "thin"], [[f"{n:,}" for n in row] for row in numbers])
     figure = figures.plot_stacks(list(content.experts), {"experts": counts}, top=None)
     return Section(name, title, text, figure, [shown], [by_layer])
 
@@ -270,7 +272,7 @@ def _largest(
 
 
 def _expert_table(caption: str, experts: list[Expert]) -> Table:
-    columns = ["layer", "expert", "modes", "w1", "w3", "w2", "outputs", "tokens"]
+    columns = ["layer", "expert", "w1", "w3", "w2", "outputs", "tokens", "modes"]
     rows = []
     for e in experts:
         outputs, tokens = e.evidence["functional_nmse"], e.tokens
@@ -278,13 +280,13 @@ def _expert_table(caption: str, experts: list[Expert]) -> Table:
             [
                 str(e.layer),
                 str(e.expert),
-                "/".join(f"R{mode}" for mode in e.modes),
                 *(_decimal(e.evidence["nmse"][matrix]) for matrix in _MATRICES),
                 "" if outputs is None else _decimal(outputs),
                 "" if tokens is None else f"{tokens:,}",
+                "/".join(f"R{mode}" for mode in e.modes),
             ]
         )
-    return Table(columns, rows, names=3, caption=caption)
+    return Table(columns, rows, names=2, caption=caption)
 
 
 def _decimal(value: float) -> str:
