@@ -94,6 +94,8 @@ def plot_spreads(
             medians = [s.median for s in found]
             ax.plot(places, medians, "o", color=colour, markersize=max(2, stroke / 2))
             ax.set_title(title)
+            ax.update_datalim([(0, 0)])
+            ax.autoscale_view()
             ax.set_ylim(bottom=0)
             if logarithmic:
                 _scale_from_zero(ax, max(highs))
