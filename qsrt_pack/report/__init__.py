@@ -29,6 +29,8 @@ def write_report(
     _check_page(package, html, overwrite)
     if png is not None:
         check_output(png, package, overwrite)
+        if png.resolve() in (html.resolve(), *html.resolve().parents):
+            raise FormatError(f"{png} is to hold the plots alone; choose another for the page")
     content = read_content(package, evaluation, show_progress=show_progress)
     sections = build_sections(content)
     page = build_page(content, sections).encode()

@@ -193,6 +193,10 @@ def test_nothing_is_replaced_unasked_or_put_into_a_package(
     refused("is not empty; choose another or give --overwrite", tmp_path / "page.html", png=plots)
     refused("lies in the package, which is sealed", calibrated / "page.html")
     refused("lie inside each other", tmp_path / "page.html", png=calibrated / "plots")
+    for page in (plots, plots / "page.html"):
+        message = "is a folder; name a file" if page == plots else "is to hold the plots alone"
+        refused(message, page, png=plots, overwrite=True)
+    refused("is to hold the plots alone", tmp_path / "new", png=tmp_path / "new")
     refused("is a folder; name a file", tmp_path)
     refused("is not a folder; make it", tmp_path / "absent" / "page.html")
     assert taken.read_text() == "mine" and [p.name for p in plots.iterdir()] == ["mine.png"]
