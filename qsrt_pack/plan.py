@@ -58,7 +58,7 @@ def make_plan(
     formats = source_formats(checkpoint, experts)
     base_bytes = sum(tensor_bytes(*spec) for spec in base.values())
     side_bytes = sum((checkpoint.path / name).stat().st_size for name in checkpoint.carried)
-    layer_bytes = container.layer_file_bytes(geometry)
+    layer_bytes = container.layer_file_bytes(geometry, max(experts.layers))
     methods = {settings.search, "fast" if settings.device == "cpu" else settings.search}
     rates = {method: len(devices) * probe(method, devices[0]) for method in methods}
     memory, slower = memory_bytes(geometry, settings), 1.0

@@ -48,3 +48,41 @@ def eval_command(
         print_json(report)
     else:
         click.echo(describe(report))
+
+
+@click.command("report")
+@click.argument("package", type=LOCATION)
+@click.option("--html", type=LOCATION, help="The page [PACKAGE-report.html].")
+@click.option("--png", type=LOCATION, help="A folder for the plots, as PNG files too.")
+@click.option("--eval", "evaluation", type=LOCATION, help="Of `eval --json` [the package's own].")
+@click.option("--overwrite", is_flag=True, help="Replace the page, and the folder whole.")
+@click.pass_obj
+def report_command(
+    show_progress: bool,
+    package: Path,
+    html: Path | None,
+    png: Path | None,
+    evaluation: Path | None,
+    overwrite: bool,
+) -> None:
+    """Show a package on a page of its own.
+
+    Errors, rate modes, calibration tokens, bytes, and the worst experts, as plots and tables in
+    one HTML file that needs no network. Prints the page's name.
+
+    \b
+    Example:
+      qsrt-pack report model-qsrt --eval eval.json --png plots
+    """
+    from qsrt_pack.report import write_report
+
+    page = html or package.with_name(f"{package.name}-report.html")
+    write_report(
+        package,
+        page,
+        png=png,
+        evaluation=evaluation,
+        overwrite=overwrite,
+        show_progress=show_progress,
+    )
+    click.echo(page)

@@ -22,7 +22,8 @@ from qsrt_pack.validate import validate
 from qsrt_runtime.format import schema
 from qsrt_runtime.format.errors import FormatError
 
-COMMANDS = ("calibrate", "convert", "validate", "inspect", "decode", "eval", "push", "pull")
+READING = ("validate", "inspect", "decode", "eval", "report")
+COMMANDS = ("calibrate", "convert", *READING, "push", "pull")
 ROOT = Path(__file__).parents[2]
 
 
