@@ -22,7 +22,8 @@ from transformers import (
 
 from qsrt_pack import job, plan
 from qsrt_pack.encode.expert import Settings
-from qsrt_pack.evaluate import _Totals, describe, evaluate
+from qsrt_pack.evaluate import describe, evaluate
+from qsrt_pack.evaluate.scores import Totals, compare, histogram, interval, quantile
 from qsrt_pack.restore import decode_package
 from qsrt_pack.validate import validate
 from qsrt_runtime.format import schema
@@ -265,22 +266,75 @@ def test_a_damaged_package_is_not_evaluated(
         evaluate(copy, source, text, window=32, show_progress=False)
 
 
-@pytest.mark.parametrize("length", [2, 256, 257, 258, 600])
-def test_totals_do_not_depend_on_the_cut_into_rows(length: int) -> None:
+@pytest.mark.parametrize("chunk", [1, 9, 1000, 5000])
+def test_chunks_of_a_large_vocabulary_give_the_plain_formulas(chunk: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    p, q = (torch.randn(length, 7, generator=generator) for _ in range(2))
-    tokens = torch.randint(7, (length,), generator=generator)
-    totals = _Totals()
-    totals.add(p, q, tokens)
-    found = totals.result()
-    kl = kl_div(log_softmax(q, -1), log_softmax(p, -1), log_target=True, reduction="none").sum(-1)
-    assert found["positions"] == length
-    assert found["kl_mean"] == pytest.approx(float(kl.mean()), rel=1e-5)
-    assert found["kl_max"] == pytest.approx(float(kl.max()), rel=1e-5)
-    assert found["top10_agreement"] == 1  # of all seven
-    for key, logits in (("reference_score", p), ("package_score", q)):
-        loss = float(cross_entropy(logits[:-1], tokens[1:]))
-        assert found[key]["cross_entropy"] == pytest.approx(loss, rel=1e-5)
+    p, q = (3 * torch.randn(6, 2503, generator=generator) for _ in range(2))
+    q = p + 0.3 * q
+    tokens = torch.randint(2503, (5,), generator=generator)
+    found = compare(p, q, tokens, chunk)
+    log_p, log_q = (log_softmax(x.double(), -1) for x in (p, q))
+    kl = kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1)
+    torch.testing.assert_close(found.kl, kl, rtol=1e-10, atol=0)
+    top_p, top_q = (x.topk(10).indices.tolist() for x in (p, q))
+    same = [float(a[0] == b[0]) for a, b in zip(top_p, top_q, strict=True)]
+    shared = [len({*a} & {*b}) / 10 for a, b in zip(top_p, top_q, strict=True)]
+    assert found.top1.tolist() == same
+    assert found.top10.tolist() == pytest.approx(shared)
+    assert 0 < found.top10.mean() < 1
+    for nll, logits in ((found.reference_nll, p), (found.nll, q)):
+        loss = cross_entropy(logits[:5].double(), tokens, reduction="none")
+        torch.testing.assert_close(nll, loss, rtol=1e-10, atol=0)
+
+
+def test_totals_do_not_depend_on_the_cut_into_rows() -> None:
+    generator = torch.Generator().manual_seed(0)
+    p, q = (torch.randn(30, 7, generator=generator) for _ in range(2))
+    tokens = torch.randint(7, (30,), generator=generator)
+    figures = []
+    for step in (30, 29, 4):
+        totals = Totals()
+        cut = [slice(first, first + step) for first in range(0, 30, step)]
+        totals.add([compare(p[rows], q[rows], tokens[1:][rows]) for rows in cut])
+        figures.append(
+            (totals.figures(torch.zeros(1, dtype=torch.int64)), totals.reference_score())
+        )
+    assert figures[0][0]["top10_agreement"] == 1  # of all seven
+    assert figures[0][0]["kl_mean_interval"] is None  # of one document
+    for other, score in figures[1:]:
+        assert other["kl_mean"] == pytest.approx(figures[0][0]["kl_mean"])
+        assert other["score"] == pytest.approx(figures[0][0]["score"])
+        assert score == pytest.approx(figures[0][1])
+
+
+@pytest.mark.parametrize("share", [0, 0.25, 0.5, 0.99, 1])
+def test_a_quantile_is_torchs(share: float) -> None:
+    values = torch.rand(37, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    assert quantile(values.sort().values, share) == pytest.approx(float(values.quantile(share)))
+
+
+def test_the_interval_is_of_documents() -> None:
+    """Of means of n values it is about 1.96 deviations / sqrt(n) to both sides."""
+    generator = torch.Generator().manual_seed(2)
+    values = torch.rand(400, generator=generator)
+    kl = [value.expand(8) for value in values]
+    found = interval(kl, torch.arange(400))
+    half = 1.96 * float(values.std()) / 20
+    assert found["low"] == pytest.approx(float(values.mean()) - half, abs=0.15 * half)
+    assert found["high"] == pytest.approx(float(values.mean()) + half, abs=0.15 * half)
+    assert found == interval(kl, torch.arange(400))
+    wider = interval([v.expand(8) for v in values.sort().values], torch.arange(400) // 20)
+    assert wider["high"] - wider["low"] > 3 * (found["high"] - found["low"])
+
+
+def test_the_histogram_counts_every_position() -> None:
+    found = histogram(torch.tensor([0, 1e-9, 1.01e-6, 0.11, 0.12, 99.0, 1e5], dtype=torch.float64))
+    edges, counts = found["edges"], found["counts"]
+    assert (len(edges), sum(counts)) == (len(counts) + 1, 7)
+    assert (edges[0], edges[-1]) == (pytest.approx(1e-6), pytest.approx(100))
+    assert (counts[0], counts[-1]) == (3, 2)
+    (at,) = [i for i, e in enumerate(edges) if e == pytest.approx(0.1)]
+    assert counts[at] == 2
 
 
 def test_describe_is_a_table(report: dict) -> None:
