@@ -563,7 +563,8 @@ def test_a_report_is_published_without_paths(hub: FakeHub, pkg: Path, tmp_path: 
     ("changes", "message"),
     [
         ({"seal_sha256": 64 * "1"}, "seal_sha256 is 1111.*evaluate this package"),
-        ({"kind": "validate"}, "kind|required|unexpected"),
+        ({"kind": "validate", "schema": "qsrt_report_v1"}, "kind|required|unexpected"),
+        ({"schema": "qsrt_report_v1"}, r"schema: 'qsrt_report_v2' was expected, found 'qsrt_rep"),
         ({"kl_mean": "small"}, "kl_mean"),
     ],
 )
