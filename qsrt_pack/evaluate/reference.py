@@ -29,6 +29,14 @@ from qsrt_runtime.format.tensorfile import (
 
 _TENSOR, _SCHEMA = "logits", "qsrt_logits_v1"
 _PIECE = 64  # positions written at once
+_TITLES = {
+    "schema": "format",
+    "reference_sha256": "reference",
+    "tokens_sha256": "text, tokenizer, window or number of windows",
+    "device": "device",
+    "torch": "version of torch",
+    "transformers": "version of transformers",
+}
 
 
 def identity(reference_sha256: str, windows: Windows, device: torch.device) -> dict[str, str]:
@@ -53,8 +61,8 @@ class ReferenceLogits:
             found = header.metadata.get(key)
             if found != value:
                 raise FormatError(
-                    f"{path} holds other logits: its {key} is {found}, expected {value}; delete it "
-                    "or name another file"
+                    f"{path} holds the logits of another {_TITLES[key]}: {key} is {found}, "
+                    f"expected {value}; delete it or name another --cache"
                 )
         entry = header.tensors.get(_TENSOR)
         if entry is None or (entry.dtype, entry.shape) != ("F32", shape):

@@ -379,13 +379,13 @@ def test_a_cache_of_something_else_is_refused(
         (source, 64, "tokens_sha256"),
         (source, 16, "tokens_sha256"),
     ):
-        with pytest.raises(FormatError, match=f"holds other logits: its {key} is .*; delete it"):
+        with pytest.raises(FormatError, match=f"of another .*: {key} is .*; delete it"):
             evaluate(package_of_source, reference, text, window=window, windows=2, **given)
     cache.write_bytes(before[:-1])
     with pytest.raises(FormatError, match=r"logits\.safetensors.*(truncated|ends|size)"):
         evaluate(package_of_source, source, text, window=32, windows=2, **given)
     save_file({"logits": torch.zeros(2, 32, 64)}, cache)
-    with pytest.raises(FormatError, match="holds other logits: its schema is None"):
+    with pytest.raises(FormatError, match="of another format: schema is None"):
         evaluate(package_of_source, source, text, window=32, windows=2, **given)
     assert loaded == []
 
