@@ -508,7 +508,7 @@ def _report(pkg: Path, **changes: object) -> dict:
     package = open_package(pkg)
     score = {"cross_entropy": 2.0, "perplexity": 7.389}
     value = {
-        "schema": "qsrt_report_v1",
+        "schema": "qsrt_report_v2",
         "kind": "eval",
         "package": "/home/somebody/private/pkg",
         "reference": "/home/somebody/private/model",
@@ -521,7 +521,12 @@ def _report(pkg: Path, **changes: object) -> dict:
         "versions": {"qsrt": "0.1.0", "torch": torch.__version__, "transformers": "5.0.0"},
         "positions": 1024,
         "kl_mean": 0.0421,
+        "kl_median": 0.012,
+        "kl_p90": 0.1,
+        "kl_p99": 0.51,
         "kl_max": 1.5,
+        "kl_mean_interval": {"low": 0.0398, "high": 0.0444},
+        "kl_histogram": {"edges": [0.01, 0.1, 1], "counts": [924, 100]},
         "top1_agreement": 0.91,
         "top10_agreement": 0.95,
         "reference_score": score,
@@ -530,6 +535,11 @@ def _report(pkg: Path, **changes: object) -> dict:
         "text_sha256": 64 * "0",
         "window": 512,
         "windows": 2,
+        "documents": 2,
+        "device": "cpu",
+        "stored_bytes": 437,
+        "noise_floor": None,
+        "against": [],
         "seconds": 1.0,
     }
     return value | changes
@@ -541,6 +551,8 @@ def test_a_report_is_published_without_paths(hub: FakeHub, pkg: Path, tmp_path: 
     digest = push(pkg, NAME, report=report, **FACTS)
     files = hub.repositories[NAME].files()
     assert b"| 7.3890 | 7.9510 |" in files["README.md"] and b"0.04210" in files["README.md"]
+    assert b"| 0.04210 (95 %: 0.03980 to 0.04440) |" in files["README.md"]
+    assert b"| 0.01200, 0.51000 |" in files["README.md"]
     assert json.loads(files["qsrt-eval.json"])["reference"] == "model"
     assert not any(b"somebody" in data for data in files.values())
     assert push(pkg, NAME, report=report, **FACTS) == digest  # the same command again
@@ -551,7 +563,8 @@ def test_a_report_is_published_without_paths(hub: FakeHub, pkg: Path, tmp_path: 
     ("changes", "message"),
     [
         ({"seal_sha256": 64 * "1"}, "seal_sha256 is 1111.*evaluate this package"),
-        ({"kind": "validate"}, "kind|required|unexpected"),
+        ({"kind": "validate", "schema": "qsrt_report_v1"}, "kind|required|unexpected"),
+        ({"schema": "qsrt_report_v1"}, r"schema: 'qsrt_report_v2' was expected, found 'qsrt_rep"),
         ({"kl_mean": "small"}, "kl_mean"),
     ],
 )
