@@ -96,14 +96,12 @@ def _read_evaluation(package: Package, path: Path | None) -> dict[str, Any] | No
             f"{path}: seal_sha256 is {value['seal_sha256']}, the package's is "
             f"{package.seal_sha256}; evaluate this package"
         )
-    check_histogram(value.get("kl_histogram"), path or package.path / REPORT)
+    check_histogram(value["kl_histogram"], path or package.path / REPORT)
     return value
 
 
-def check_histogram(histogram: dict[str, Any] | None, where: Path) -> None:
+def check_histogram(histogram: dict[str, Any], where: Path) -> None:
     """Refuse edges and counts that do not fit each other, which no schema can say."""
-    if histogram is None:
-        return
     edges, counts = histogram["edges"], histogram["counts"]
     ascends = all(low < high for low, high in pairwise(edges))
     if len(counts) < 2 or len(edges) != len(counts) + 1 or edges[0] < 0 or not ascends:

@@ -72,14 +72,11 @@ def _evaluation(content: Content) -> Section:
     if not report["reference_is_source"]:
         text += " The reference is not the checkpoint that was packed."
     tables = [Table(["", "original", "package"], _evaluation_rows(report))]
-    histogram = report.get("kl_histogram")
-    if histogram is None:
-        return Section(name, title, f"{text} The report has no histogram.", tables=tables)
-    edges, counts = histogram["edges"], histogram["counts"]
+    edges, counts = report["kl_histogram"]["edges"], report["kl_histogram"]["counts"]
     ranges = zip(edges, edges[1:], counts, strict=False)
     rows = [[f"{low:.3g}", f"{high:.3g}", f"{count:,}"] for low, high, count in ranges]
     keys = {"median": "kl_median", "mean": "kl_mean", "90 %": "kl_p90", "99 %": "kl_p99"}
-    marks = {mark: report[key] for mark, key in keys.items() if report.get(key, 0) > 0}
+    marks = {mark: report[key] for mark, key in keys.items() if report[key] > 0}
     figure = figures.plot_histogram(edges, counts, marks, "KL of a position, nats")
     folded = [Table(["from, nats", "to", "positions"], rows, names=2)]
     return Section(name, title, text, figure, tables, folded)
@@ -92,11 +89,16 @@ def _evaluation_rows(report: dict[str, Any]) -> list[list[str]]:
         ["perplexity", f"{reference['perplexity']:.4f}", f"{packed['perplexity']:.4f}"],
         ["KL, mean, nats", "", f"{report['kl_mean']:.5f}"],
     ]
-    for key, label in (("median", "median"), ("p90", "90 % are below"), ("p99", "99 % are below")):
-        if f"kl_{key}" in report:
-            rows.append([f"KL, {label}", "", f"{report[f'kl_{key}']:.5f}"])
+    if interval := report["kl_mean_interval"]:
+        low, high = interval["low"], interval["high"]
+        rows.append(["its 95 % interval over documents", "", f"{low:.5f} to {high:.5f}"])
+    if floor := report["noise_floor"]:
+        rows.append(["KL, mean, of bfloat16 against float32", f"{floor['kl_mean']:.5f}", ""])
     return [
         *rows,
+        ["KL, median", "", f"{report['kl_median']:.5f}"],
+        ["KL, 90 % are below", "", f"{report['kl_p90']:.5f}"],
+        ["KL, 99 % are below", "", f"{report['kl_p99']:.5f}"],
         ["KL, largest", "", f"{report['kl_max']:.5f}"],
         ["same most likely token", "", f"{100 * report['top1_agreement']:.2f} %"],
         ["of the ten most likely", "", f"{100 * report['top10_agreement']:.2f} %"],

@@ -88,10 +88,7 @@ def page_file(
         "kl_histogram": {
             "edges": edges,
             "counts": [int(9000 * math.exp(-(((n - 15) / 4) ** 2))) for n in range(28)],
-        },
-        "kl_median": 0.02,
-        "kl_p90": 0.2,
-        "kl_p99": 0.9,
+        }
     }
     content = replace(read_content(calibrated, None, show_progress=False), evaluation=evaluation)
     if request.param == "large":
