@@ -36,6 +36,7 @@ class Request:
     method: str
     path: str
     token: str | None
+    range: str | None = None
 
 
 @dataclass
@@ -118,7 +119,8 @@ class _Handler(BaseHTTPRequestHandler):
         authorization = self.headers.get("Authorization", "")
         token = authorization.removeprefix("Bearer ") or None
         with hub.lock:
-            request = Request(len(hub.requests) + 1, self.command, url.path, token)
+            wanted = self.headers.get("Range")
+            request = Request(len(hub.requests) + 1, self.command, url.path, token, wanted)
             hub.requests.append(request)
             status = hub.fault(request)
         if status == 0:
@@ -318,13 +320,14 @@ class _Handler(BaseHTTPRequestHandler):
             if self.hub.is_large(data, len(data))
             else blob_id(data)
         )
-        start, status = 0, 200
-        if match := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
+        start, end, status = 0, len(data), 200
+        if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
             start, status = int(match[1]), 206
+            end = min(end, int(match[2]) + 1) if match[2] else end
         headers = {"ETag": f'"{etag}"', "X-Repo-Commit": found[0], "Accept-Ranges": "bytes"}
         if status == 206:
-            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
-        self._answer(data[start:], status, headers)
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
+        self._answer(data[start:end], status, headers)
 
 
 _NAME = r"([^/]+/[^/]+)"
