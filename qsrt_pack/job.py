@@ -20,7 +20,7 @@ from qsrt_pack.assemble.package import (
     build_producer,
     library_versions,
 )
-from qsrt_pack.calibrate.statistics import LayerRows
+from qsrt_pack.assist import facts, layer_rows
 from qsrt_pack.carry import how_carried, package_config, source_format, write_base
 from qsrt_pack.encode.expert import Settings
 from qsrt_pack.encode.viterbi import device_kind
@@ -40,14 +40,11 @@ from qsrt_pack.progress import bar
 from qsrt_pack.quality import report_expert, report_layer
 from qsrt_pack.ranks import Ranks
 from qsrt_pack.repository import Repository
+from qsrt_pack.scan import Block, scan
 from qsrt_pack.source.census import quantized_carried
 from qsrt_pack.source.checkpoint import (
     Checkpoint,
-    check_finite,
-    digest_files,
     digest_small_files,
-    open_checkpoint,
-    source_stamp,
 )
 from qsrt_pack.source.models import RoutedExperts, find_experts
 from qsrt_pack.state import (
@@ -79,7 +76,6 @@ _ALONE = Ranks()
 _CPU = (torch.device("cpu"),)
 
 Evidence = dict[int, dict[str, Any]]  # the evidence document of each layer
-Block = tuple[str, int | None]  # what is read at once: a tensor, or an index of a stack
 
 
 @dataclass(frozen=True)
@@ -192,7 +188,7 @@ def run(job: Job, *, show_progress: bool = True, ranks: Ranks = _ALONE) -> Evide
 
     Layers that a run before has finished are kept if they have the digests it recorded, and those
     that this one finishes are there for the next. Returns the evidence of all layers.
-    ranks: rank 0's; the others' part is `assist`.
+    ranks: rank 0's; the others' part is `assist.assist`.
     """
     if job.complete:
         ranks.told([])
@@ -222,44 +218,6 @@ def run(job: Job, *, show_progress: bool = True, ranks: Ranks = _ALONE) -> Evide
         raise
     ranks.told(None)
     return evidence
-
-
-def assist(
-    source: Path,
-    settings: Settings,
-    devices: tuple[torch.device, ...],
-    ranks: Ranks,
-    statistics: Statistics | None = None,
-) -> None:
-    """Encode this rank's share for rank 0's `run`, of the same source by the same settings."""
-    checkpoint = open_checkpoint(source)
-    stamp = source_stamp(checkpoint)
-    experts = find_experts(checkpoint)
-    remaining = ranks.told(None)
-    if remaining:
-        ranks.agree(_facts(settings, digest_files(checkpoint) if ranks.leads_machine else None))
-    for layer in remaining:
-        rows = _rows(statistics, experts, layer)
-        for _ in produce_layer(checkpoint, experts, settings, devices, layer, ranks, rows):
-            pass
-        if source_stamp(checkpoint) != stamp:
-            raise FormatError(f"{source} changed since it was opened; convert it again")
-    ranks.told(None)  # rank 0 has sealed the package
-
-
-def _rows(statistics: Statistics | None, experts: RoutedExperts, layer: int) -> LayerRows | None:
-    """What calibration knows of a layer; it runs none of next-token prediction."""
-    runs = layer < experts.naming.count
-    return statistics.layer(layer) if statistics is not None and runs else None
-
-
-def _facts(settings: Settings, source: dict[str, str] | None) -> dict[str, Any]:
-    """What all ranks must have alike; the source None where another process has hashed it."""
-    return {
-        "settings": settings.fingerprinted(),
-        "versions": library_versions(),
-        "source": source and schema.digest(source),
-    }
 
 
 def _claimed_layers(out: Path, settings: Settings) -> list[int]:
@@ -338,11 +296,11 @@ def _open_state(job: Job, show_progress: bool) -> State:
         check_same(found, state, state_file(job.out))
         return replace(found, slices=job.supply.slices)
     state = replace(state, slices=job.supply.slices)
-    if job.supply.is_remote:
-        write_state(state_file(job.out), state)  # keeps what arrives for the next run
-    else:
+    if job.supply.keeps_downloads:
+        write_state(state_file(job.out), state)  # without which they go when this run fails
+    if not job.supply.is_remote:
         blocks = job.experts.blocks() + _decoded_blocks(job)
-        _scan(job.checkpoint, blocks, show_progress)
+        scan(job.checkpoint, blocks, show_progress)
     return state
 
 
@@ -351,14 +309,6 @@ def _decoded_blocks(job: Job) -> list[Block]:
     if job.carried_as == "stored":
         return []
     return [(name, None) for name in quantized_carried(job.checkpoint, job.experts)]
-
-
-def _scan(checkpoint: Checkpoint, blocks: list[Block], show_progress: bool) -> None:
-    """Refuse weights that are not finite."""
-    with bar("scan weights", len(blocks), "tensors", show_progress) as advance:
-        for block in blocks:
-            check_finite(checkpoint, *block)
-            advance(1)
 
 
 def _write_layers(
@@ -373,14 +323,14 @@ def _write_layers(
     source_sha256 = schema.digest(state.source)
     remaining = [layer for layer in job.experts.layers if layer not in evidence]
     if ranks.told(remaining):
-        ranks.agree(_facts(job.settings, state.source))
+        ranks.agree(facts(job.settings, state.source))
     experts = job.experts.geometry.experts
     weights = job.experts.geometry.weights_per_expert * experts * len(remaining)
     with bar("encode", weights, "weights", show_progress) as advance:
         for number, layer in enumerate(remaining):
             job.supply.bring(job.readers.layers[layer])
             if job.supply.is_remote:
-                _scan(job.checkpoint, job.experts.layer_blocks(layer), show_progress=False)
+                scan(job.checkpoint, job.experts.layer_blocks(layer), show_progress=False)
             start = time.perf_counter()
             evidence[layer] = _write_layer(job, folder, layer, source_sha256, advance, ranks)
             job.supply.check_unchanged()  # or the next run would take the layer for the old one's
@@ -411,7 +361,7 @@ def _write_layer(
     entries = []
     with LayerWriter(path, geometry, layer, source_sha256, fingerprint) as writer:
         source = (job.checkpoint, job.experts, job.settings, job.devices)
-        rows = _rows(job.statistics, job.experts, layer)
+        rows = layer_rows(job.statistics, job.experts, layer)
         for expert in produce_layer(*source, layer, ranks, rows):
             entry, stored = expert.entry, (expert.bundles, expert.shared_scales, expert.modes)
             writer.write_bundles(entry["expert"], *stored)
@@ -429,7 +379,7 @@ def _write_documents(
     """Everything but the layers and the seal."""
     source = job.supply.carried_from(job.readers.carried, _recorder(job, state))
     if job.supply.is_remote:
-        _scan(source, _decoded_blocks(job), show_progress)
+        scan(source, _decoded_blocks(job), show_progress)
     base_sha256 = write_base(folder, source, job.experts, job.carried_as)
     manifest = build_manifest(
         job.experts.geometry,

@@ -29,7 +29,9 @@ class Supply:
     of what is kept of it; see slices.py.
     """
 
-    def __init__(self, source: Path | Repository, out: Path, state: State | None, drop: bool):
+    def __init__(
+        self, source: Path | Repository, out: Path, state: State | None, drop: bool
+    ) -> None:
         """Open the source; FormatError on any doubt.
 
         state: of a stopped run, which may have removed shards.   drop: remove each shard when all
@@ -63,6 +65,11 @@ class Supply:
     @property
     def is_remote(self) -> bool:
         return self.repository is not None
+
+    @property
+    def keeps_downloads(self) -> bool:
+        """Whether shards are downloaded beside the output, where the next run finds them."""
+        return self.is_remote and self._drop
 
     @property
     def is_sliced(self) -> bool:
@@ -106,6 +113,7 @@ class Supply:
             if shard in needed or not path.exists():
                 continue
             if shard not in self.slices:
+                self.bring([shard])  # a run before may have left it unchecked
                 tensors = self._tensors[shard]
                 digest = write_slice(self._slice(shard), path, tensors, carried)
                 self.slices[shard] = digest
@@ -139,8 +147,7 @@ class Supply:
         repository.fetch(shard, self.checkpoint.shards_at if self._drop else None)
         if read_header(path).tensors != self._tensors[shard]:
             raise FormatError(f"{path} has another header than the Hub showed before")
-        stamps = source_stamp(self.checkpoint)
-        self._stamp[shard] = stamps[shard]
+        self._stamp[shard] = source_stamp(self.checkpoint)[shard]
 
     def _slice(self, shard: str) -> Path:
         return self._folder / _SLICES / shard

@@ -104,6 +104,7 @@ def convert(
     Under torchrun, on one machine or on several with a shared file system, all processes encode.
     """
     from qsrt_pack import job
+    from qsrt_pack.assist import assist
     from qsrt_pack.encode.expert import Settings
     from qsrt_pack.encode.viterbi import device_kind
     from qsrt_pack.memory import give_back_what_is_freed
@@ -160,7 +161,7 @@ def convert(
         return
     with joined_ranks() as ranks:
         if not ranks.is_first:
-            job.assist(source, settings, found, ranks, statistics)
+            assist(source, settings, found, ranks, statistics)
             return
         prepared = prepare()
         if prepared.complete:
