@@ -135,15 +135,20 @@ def test_shards_arrive_as_layers_need_them(
     assert not downloads.exists()
 
 
+def write_quantized(folder: Path, kind: quantized.Kind, weights: dict | None = None) -> Path:
+    """A checkpoint of one layer of two experts in five shards, each weight's parts in several."""
+    sizes = {"num_hidden_layers": 1, "num_experts": 2, "num_experts_per_tok": 1}
+    value = checkpoints.config(quantization_config=kind.config, **sizes)
+    weights = weights or quantized.quantize(kind, checkpoints.tensors(layers=1, experts=2))
+    return checkpoints.write_checkpoint(folder, config_value=value, weights=weights, shards=5)
+
+
 @pytest.mark.parametrize(("kind", "keep"), [("fp8_block", False), ("nvfp4_packed", True)])
 def test_parts_of_a_weight_in_several_shards(
     hub: FakeHub, tmp_path: Path, kind: str, keep: bool
 ) -> None:
     """Of experts and of carried weights, which are decoded, or with keep stored as they are."""
-    weights = checkpoints.tensors()
-    source = quantized.write_checkpoint(
-        tmp_path / "model", quantized.KINDS[kind], weights=weights, shards=5
-    )
+    source = write_quantized(tmp_path / "model", quantized.KINDS[kind])
     hub.create(MODEL, **tree(source))
     expected, out = tmp_path / "expected", tmp_path / "out"
     job.run(job.prepare(source, expected, FAST, keep_dense_format=keep), show_progress=False)
@@ -155,18 +160,15 @@ def test_parts_of_a_weight_in_several_shards(
 
 @pytest.mark.parametrize("position", ["layer", "carried"])
 def test_weights_that_are_not_finite(hub: FakeHub, tmp_path: Path, position: str) -> None:
-    weights = quantized.quantize(quantized.KINDS["fp8_block"], checkpoints.tensors())
-    layer, carried = (
-        checkpoints.expert_key(1, 2, "up_proj"),
-        "model.layers.0.self_attn.q_proj.weight",
-    )
-    name = {"layer": layer, "carried": carried}[position] + "_scale_inv"
-    weights[name][0, 0] = torch.nan
-    value = checkpoints.config(quantization_config=quantized.KINDS["fp8_block"].config)
-    source = checkpoints.write_checkpoint(tmp_path / "model", config_value=value, weights=weights)
-    hub.create(MODEL, **tree(source))
+    kind = quantized.KINDS["fp8_block"]
+    weights = quantized.quantize(kind, checkpoints.tensors(layers=1, experts=2))
+    carried = "model.layers.0.self_attn.q_proj.weight"
+    name = carried if position == "carried" else checkpoints.expert_key(0, 1, "up_proj")
+    weights[f"{name}_scale_inv"][0, 0] = torch.nan
+    hub.create(MODEL, **tree(write_quantized(tmp_path / "model", kind, weights)))
     done = convert(MODEL, tmp_path / "out", "--drop-source")
-    assert done.exit_code == 1 and f"tensor {name} holds nan at [0, 0]" in done.output
+    message = f"tensor {name}_scale_inv holds nan at [0, 0]"
+    assert done.exit_code == 1 and message in done.output
     assert not (tmp_path / "out").exists()
 
 
@@ -280,6 +282,26 @@ def test_a_folder_is_removed_shard_by_shard(
     others = {name: data for name, data in kept.items() if not name.endswith(".safetensors")}
     assert others.items() <= tree(folder).items()
     assert not (tmp_path / "out.partial").exists()
+
+
+def test_stopped_between_the_copy_and_the_removal(
+    folder: Path, package: dict, tmp_path: Path
+) -> None:
+    out, real = tmp_path / "out", Path.unlink
+
+    def unlink(path: Path, *options: object, **more: object) -> None:
+        if path.parent == folder:
+            raise KeyboardInterrupt
+        real(path, *options, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "unlink", unlink)
+        with pytest.raises(KeyboardInterrupt):
+            job.run(job.prepare(folder, out, FAST, drop_source=True), show_progress=False)
+    state = json.loads((tmp_path / "out.partial/state.json").read_text())
+    assert list(state["slices"]) == [shard(1)] and len(shards_of(folder)) == SHARDS
+    job.run(job.prepare(folder, out, FAST, drop_source=True), show_progress=False)
+    assert tree(out) == package and shards_of(folder) == []
 
 
 def test_a_removed_shard_that_a_damaged_layer_needs(
