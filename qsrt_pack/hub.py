@@ -71,7 +71,7 @@ def push(
     recover(path)
     validate(path, show_progress=show_progress)
     package = _described(path, repository, license_id, base_model, report)
-    _show_bars(show_progress)
+    show_bars(show_progress)
     api = HfApi(library_name="qsrt", library_version=qsrt_runtime.__version__)
     _prepare_repository(api, repository, private, revision)
     head, remote = remote_files(api, repository, revision)
@@ -104,7 +104,7 @@ def pull(
     Raises FormatError for a package that is unsealed or altered, HubError for what the Hub does.
     """
     check_output(out, None, overwrite, resumable=True)
-    _show_bars(show_progress)
+    show_bars(show_progress)
     api = HfApi(library_name="qsrt", library_version=qsrt_runtime.__version__)
     commit = resolve(api, repository, revision)
     with replacing(out, overwrite=overwrite, resumable=True) as folder:
@@ -384,5 +384,6 @@ def _continue_or_clear(folder: Path, state: Path, repository: str, commit: str) 
     paths.write_file(state, schema.dump(wanted))
 
 
-def _show_bars(show: bool) -> None:
+def show_bars(show: bool) -> None:
+    """Whether the client shows its own bars, which it does on a terminal alone."""
     (enable_progress_bars if show and sys.stderr.isatty() else disable_progress_bars)()

@@ -11,7 +11,7 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import SafetensorsFileMetadata
 
 import qsrt_runtime
-from qsrt_pack.hub import is_same, literal, refused_files, remote_files
+from qsrt_pack.hub import is_same, literal, refused_files, remote_files, show_bars
 from qsrt_runtime.format import paths, schema
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.manifest import INDEX
@@ -62,11 +62,12 @@ class Repository:
         return path
 
 
-def open_repository(text: str) -> Repository:
+def open_repository(text: str, *, show_progress: bool = True) -> Repository:
     """OWNER/NAME[@REVISION] as it is now. Fetches all files but shards; of those the headers.
 
     Raises FormatError for a repository without safetensors, HubError for what the Hub does.
     """
+    show_bars(show_progress)
     name, _, revision = text.partition("@")
     api = HfApi(library_name="qsrt", library_version=qsrt_runtime.__version__)
     commit = attempt(

@@ -123,7 +123,7 @@ def convert(
             raise click.UsageError("--search fast runs on the CPU; leave out --devices")
         found = find_devices("cpu")
     whole = _whole_source(calibration, drop_source)
-    source, out = _source_and_output(model, out, whole)
+    source, out = _source_and_output(model, out, whole=whole, show_progress=show_progress)
     kinds = {device_kind(device) for device in found}
     if len(kinds) > 1:
         raise click.UsageError(f"--devices: {devices} are of different kinds; take one kind")
@@ -187,15 +187,19 @@ def _whole_source(calibration: Path | None, drop_source: bool) -> bool:
     return ranks or text
 
 
-def _source_and_output(model: Path | str, out: Path | None, whole: bool) -> tuple[Any, Path]:
+def _source_and_output(
+    model: Path | str, out: Path | None, *, whole: bool, show_progress: bool
+) -> tuple[Any, Path]:
     """The checkpoint's folder, or its repository unless that is needed whole, and the output's."""
     if isinstance(model, str):
         from qsrt_pack.hub import checkpoint_folder
         from qsrt_pack.repository import open_repository
 
         name = model.partition("@")[0].rpartition("/")[2]
-        found = checkpoint_folder(model) if whole else open_repository(model)
-        return found, out or Path.cwd() / f"{name}-qsrt"
+        out = out or Path.cwd() / f"{name}-qsrt"
+        if whole:
+            return checkpoint_folder(model), out
+        return open_repository(model, show_progress=show_progress), out
     if out is None and not model.name:
         raise click.UsageError("give OUT: the root folder has no name to derive it from")
     return model, out or model.with_name(model.name + "-qsrt")
