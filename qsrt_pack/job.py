@@ -160,7 +160,7 @@ def prepare(
     return Job(
         supply,
         experts,
-        find_readers(checkpoint, experts, carried_as),
+        find_readers(checkpoint, experts),
         out,
         settings,
         loader,

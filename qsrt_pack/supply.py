@@ -169,8 +169,8 @@ class Supply:
 class Readers:
     """Who reads what of a source.
 
-    layers: the shards that each layer's experts are read from.   carried: names of the tensors
-    that are carried or that what is carried is decoded from.
+    layers: the shards that each layer's experts are read from.   carried: names of all tensors
+    that are no routed expert's, however they are to be carried, which the next run may change.
     """
 
     layers: dict[int, frozenset[str]]
@@ -181,13 +181,11 @@ class Readers:
         return {shard for layer in layers for shard in self.layers[layer]}
 
 
-def find_readers(checkpoint: Checkpoint, experts: RoutedExperts, carried_as: str) -> Readers:
-    """carried_as: see carried_tensors."""
+def find_readers(checkpoint: Checkpoint, experts: RoutedExperts) -> Readers:
+    """From headers alone."""
     layers: dict[int, set[str]] = {layer: set() for layer in experts.layers}
     for layer, _, _, place in experts.weights():
         parts = checkpoint.weights[place.tensor].parts.values()
         layers[layer].update(checkpoint.tensors[part][0] for part in parts)
-    carried = set(carried_tensors(checkpoint, experts, carried_as))
-    if carried_as != "stored":
-        carried = {part for name in carried for part in checkpoint.weights[name].parts.values()}
-    return Readers({n: frozenset(shards) for n, shards in layers.items()}, frozenset(carried))
+    carried = frozenset(carried_tensors(checkpoint, experts, "stored"))
+    return Readers({n: frozenset(shards) for n, shards in layers.items()}, carried)

@@ -158,6 +158,28 @@ def test_parts_of_a_weight_in_several_shards(
     assert tree(out) == tree(expected)
 
 
+def test_continued_with_another_way_to_carry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a run before has removed is kept for either, scales of activations included."""
+    kind, attention = quantized.KINDS["fp8_block"], "model.layers.0.self_attn.q_proj"
+    weights = quantized.quantize(kind, checkpoints.tensors(layers=1, experts=2))
+    weights[f"{attention}.input_scale"] = torch.ones(1)
+    source, out = write_quantized(tmp_path / "model", kind, weights), tmp_path / "out"
+    job.run(job.prepare(source, tmp_path / "kept", FAST, keep_dense_format=True))
+
+    def fail(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(job, "write_base", fail)
+        with pytest.raises(KeyboardInterrupt):
+            job.run(job.prepare(source, out, FAST, drop_source=True))
+    assert shards_of(source) == []
+    job.run(job.prepare(source, out, FAST, keep_dense_format=True))
+    assert tree(out) == tree(tmp_path / "kept")
+
+
 @pytest.mark.parametrize("position", ["layer", "carried"])
 def test_weights_that_are_not_finite(hub: FakeHub, tmp_path: Path, position: str) -> None:
     kind = quantized.KINDS["fp8_block"]
