@@ -1,8 +1,9 @@
 """An output folder that appears whole or not at all.
 
 The work is done in OUT.partial, which holds `lock`, the new folder as `package`, for a moment at
-the end what stood at OUT before as `old`, and for work that can be continued `state.json`: while
-that file is there, a failure keeps OUT.partial, and the next run goes on in it.
+the end what stood at OUT before as `old`, what is kept of a source that is removed on the way as
+`source`, and for work that can be continued `state.json`: while that file is there, a failure keeps
+OUT.partial, and the next run goes on in it.
 """
 
 import fcntl
@@ -17,7 +18,7 @@ from pathlib import Path
 from qsrt_runtime.format import paths
 from qsrt_runtime.format.errors import FormatError
 
-_LOCK, _NEW, _OLD, _STATE = "lock", "package", "old", "state.json"
+_LOCK, _NEW, _OLD, _STATE, _SOURCE = "lock", "package", "old", "state.json", "source"
 _STATE_PARTIAL = paths.partial_name(Path(_STATE)).name
 _LOCK_TRIES = 5  # 0.2 s, since a look at the lock takes it for a moment
 _log = logging.getLogger(__name__)
@@ -31,6 +32,11 @@ def state_file(out: Path) -> Path:
 def new_folder(out: Path) -> Path:
     """Where the folder that is to take out's place is made."""
     return paths.partial_name(out) / _NEW
+
+
+def source_folder(out: Path) -> Path:
+    """Where a conversion keeps what it needs of a source that is not there as a whole."""
+    return paths.partial_name(out) / _SOURCE
 
 
 def check_output(
@@ -149,7 +155,7 @@ def _check_work(work: Path) -> None:
         return
     folder = work.is_dir() and not work.is_symlink()
     names = {path.name for path in work.iterdir()} if folder else set()
-    known = {_LOCK, _NEW, _OLD, _STATE, _STATE_PARTIAL}
+    known = {_LOCK, _NEW, _OLD, _STATE, _STATE_PARTIAL, _SOURCE}
     ours = not names or (_LOCK in names and names <= known)
     if not folder or not ours or any((work / name).is_symlink() for name in names):
         raise FormatError(f"{work} is in the way, where the work is done; move it")
@@ -202,7 +208,7 @@ def _restore(work: Path, out: Path) -> None:
     """Clear away what a killed process left and what cannot be continued."""
     _put_back(work, out)
     (work / _STATE_PARTIAL).unlink(missing_ok=True)
-    names = (_OLD,) if (work / _STATE).exists() else (_OLD, _NEW)
+    names = (_OLD,) if (work / _STATE).exists() else (_OLD, _NEW, _SOURCE)
     for name in names:
         if (work / name).exists():
             shutil.rmtree(work / name)
@@ -231,7 +237,7 @@ def _remove(work: Path, out: Path) -> None:
             raise OSError(f"{work / _OLD} could not be moved back to {out}")
         for name in (_STATE, _STATE_PARTIAL):
             (work / name).unlink(missing_ok=True)
-        for name in (_NEW, _OLD):
+        for name in (_NEW, _OLD, _SOURCE):
             if (work / name).exists():
                 shutil.rmtree(work / name)
         (work / _LOCK).unlink(missing_ok=True)

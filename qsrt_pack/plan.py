@@ -96,7 +96,7 @@ def make_plan(
         "seed": settings.seed,
         "loader": loader,
         "devices": [str(device) for device in devices],
-        "bytes_in": sum((checkpoint.path / n).stat().st_size for n in checkpoint.shards),
+        "bytes_in": sum(checkpoint.shard_bytes.values()),
         "bytes_out": layer_bytes * len(experts.layers) + base_bytes + side_bytes,
         "bytes_to_write": layer_bytes * remaining + base_bytes + side_bytes,
         "layer_file_bytes": layer_bytes,

@@ -22,12 +22,14 @@ class State:
     source: SHA-256 of config, index and shards by name.   encoder_settings: Settings.fingerprinted,
     the calibration's digest among them.   versions: of qsrt, torch and triton.   layers: number of
     a finished layer -> SHA-256 of its evidence file, which states that of the layer file.
+    slices: shard -> SHA-256 of what was kept of it before it was removed; see slices.py.
     """
 
     source: dict[str, str]
     encoder_settings: dict[str, Any]
     versions: dict[str, str | None]
     layers: dict[int, str] = field(default_factory=dict)
+    slices: dict[str, str] = field(default_factory=dict)
 
 
 def read_state(path: Path) -> State | None:
@@ -39,7 +41,8 @@ def read_state(path: Path) -> State | None:
     except FormatError as error:
         raise FormatError(f"{error}; delete {path.parent} to start over") from None
     layers = {int(key): digest for key, digest in value["layers"].items()}
-    return State(value["source"], value["encoder_settings"], value["versions"], layers)
+    decided = (value["source"], value["encoder_settings"], value["versions"])
+    return State(*decided, layers, value.get("slices", {}))
 
 
 def write_state(path: Path, state: State) -> None:
@@ -51,6 +54,8 @@ def write_state(path: Path, state: State) -> None:
         "versions": state.versions,
         "layers": {str(layer): digest for layer, digest in sorted(state.layers.items())},
     }
+    if state.slices:
+        value["slices"] = state.slices
     schema.check(value, "state", str(path))
     paths.write_file(path, schema.dump(value))
 

@@ -2,13 +2,10 @@
 
 import json
 import logging
-import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import checkpoints
@@ -17,7 +14,7 @@ import packages
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from fakehub import FakeHub, Request
+from fakehub import FakeHub, Request, command, environment
 
 from qsrt_pack import evaluate
 from qsrt_pack.cli import main
@@ -33,7 +30,6 @@ from qsrt_runtime.hub import HubError, redacted
 
 NAME, MARKER = "me/packed", "QSRT_COMPLETE.json"
 FACTS = {"license_id": "apache-2.0", "base_model": "org/base", "show_progress": False}
-ROOT = Path(__file__).parents[2]
 
 
 def write(path: Path, layers: tuple[int, ...] = (0, 1), seed: int = 0) -> Path:
@@ -54,34 +50,6 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def pkg(good: Path, tmp_path: Path) -> Path:
     return shutil.copytree(good, tmp_path / "pkg")
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """A Hub that the client in this process talks to, and no waiting between tries."""
-    with FakeHub() as hub:
-        constants = huggingface_hub.constants
-        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(time, "sleep", lambda seconds: None)
-        monkeypatch.setenv("HF_TOKEN", hub.token)
-        yield hub
-
-
-def environment(hub: FakeHub, home: Path) -> dict[str, str]:
-    changes = {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
-    changes |= {"HF_HOME": str(home), "HF_TOKEN": hub.token, "OMP_NUM_THREADS": "1"}
-    return os.environ | changes
-
-
-def command(*arguments: object, env: dict[str, str]) -> subprocess.Popen:
-    words = [sys.executable, "-m", "qsrt_pack", *map(str, arguments)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(words, env=env, cwd=ROOT, text=True, **pipes)
 
 
 def tree(folder: Path) -> dict[str, bytes]:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from checkpoints import edit_json
 
-from qsrt_pack import job, plan, produce
+from qsrt_pack import job, plan, produce, supply
 from qsrt_pack.encode.expert import Settings
 from qsrt_pack.restore import decode_package
 from qsrt_pack.validate import validate
@@ -470,13 +470,13 @@ def test_many_changes_make_a_short_message(stopped: Path, clean_checkpoint: Path
 def test_a_source_that_changes_while_it_is_opened_is_refused(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = job.open_checkpoint
+    real = supply.open_checkpoint
 
-    def opened(path: Path) -> object:
-        found = real(path)
+    def opened(path: Path, *rest: object) -> object:
+        found = real(path, *rest)
         edit_json(checkpoint / "config.json", lambda v: v.update(rope_theta=5.0))
         return found
 
-    monkeypatch.setattr(job, "open_checkpoint", opened)
+    monkeypatch.setattr(supply, "open_checkpoint", opened)
     with pytest.raises(FormatError, match="changed since it was opened"):
         job.prepare(checkpoint, tmp_path / "out", FAST)
