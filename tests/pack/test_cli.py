@@ -361,7 +361,7 @@ def test_an_interrupt_leaves_nothing(clean_checkpoint: Path, tmp_path: Path) -> 
     with subprocess.Popen(
         arguments, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True
     ) as process:
-        partial = tmp_path / "out.partial"
+        partial = tmp_path / "out.partial" / "package"  # before it, the lock alone may stay
         deadline = time.monotonic() + 90
         while not partial.exists() and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
