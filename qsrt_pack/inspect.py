@@ -248,10 +248,15 @@ def _mean_and_max(values: Sequence[float], path: Path) -> dict[str, float]:
     return {"mean": mean, "max": max(values)}
 
 
+def not_hashed(is_package: bool) -> tuple[str, str]:
+    """What has been taken on trust."""
+    what = "layer files, base shards and side files" if is_package else "any byte of it"
+    return "not hashed", f"{what}; qsrt-pack validate PACKAGE does that"
+
+
 def describe(report: dict[str, Any]) -> str:
     """A report on one screen."""
     is_package = report["inspected"] == "package"
-    not_hashed = "layer files, base shards and side files" if is_package else "any byte of it"
     lines = [
         (
             "package" if is_package else "layer file",
@@ -261,7 +266,7 @@ def describe(report: dict[str, Any]) -> str:
         *_byte_lines(report),
         *_error_lines(report["errors"]),
         *origin_lines(report),
-        ("not hashed", f"{not_hashed}; qsrt-pack validate PACKAGE does that"),
+        not_hashed(is_package),
     ]
     return "\n".join(f"{name:<12}{_printable(value)}" for name, value in lines)
 

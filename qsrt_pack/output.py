@@ -48,6 +48,8 @@ def check_output(
     resumable: work that was stopped may be waiting there to be continued.
     """
     target, source = out.resolve(), source and source.resolve()
+    if not target.name:
+        raise FormatError(f"{out} is the root folder; name a folder in it")
     for place in (target, paths.partial_name(target)) if source else ():
         if place == source or place in source.parents or source in place.parents:
             raise FormatError(

@@ -118,6 +118,8 @@ def report_command(
     """
     from qsrt_pack.report import write_report
 
+    if html is None and not package.name:
+        raise click.UsageError("give --html: the root folder has no name to derive it from")
     page = html or package.with_name(f"{package.name}-report.html")
     write_report(
         package,

@@ -1,5 +1,8 @@
 """A report on a package: a page of plots and tables, and the plots as files."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from qsrt_pack.output import check_output, replacing
@@ -31,15 +34,41 @@ def write_report(
         check_output(png, package, overwrite)
         if png.resolve() in (html.resolve(), *html.resolve().parents):
             raise FormatError(f"{png} is to hold the plots alone; choose another for the page")
+    _check_evaluation(evaluation, html, png)
     content = read_content(package, evaluation, show_progress=show_progress)
     sections = build_sections(content)
-    page = build_page(content, sections).encode()
-    if png is not None:
-        with replacing(png, overwrite=overwrite) as folder:
-            for section in sections:
-                if section.figure is not None:
-                    paths.write_file(folder / f"{section.name}.png", figures.png(section.figure))
-    paths.write_file(html, page)
+    with _placed(html, build_page(content, sections).encode()):
+        if png is not None:
+            with replacing(png, overwrite=overwrite) as folder:
+                for section in sections:
+                    if section.figure is not None:
+                        file = folder / f"{section.name}.png"
+                        paths.write_file(file, figures.png(section.figure))
+
+
+@contextmanager
+def _placed(html: Path, page: bytes) -> Iterator[None]:
+    """Write the page under a name that nothing has, and rename it when the block has ended."""
+    partial = html.with_name(f".{html.name}.{os.getpid()}")
+    try:
+        with paths.naming(partial), partial.open("xb") as file:
+            file.write(page)
+            file.flush()
+            os.fsync(file.fileno())
+        yield
+        partial.replace(html)
+    finally:
+        partial.unlink(missing_ok=True)
+    paths.sync_folder(html.parent)
+
+
+def _check_evaluation(evaluation: Path | None, html: Path, png: Path | None) -> None:
+    """Refuse to write over what is read."""
+    if evaluation is None:
+        return
+    read = evaluation.resolve()
+    if read == html.resolve() or (png is not None and png.resolve() in read.parents):
+        raise FormatError(f"{evaluation} would be replaced by what is written; move it")
 
 
 def _check_page(package: Path, html: Path, overwrite: bool) -> None:
@@ -50,5 +79,9 @@ def _check_page(package: Path, html: Path, overwrite: bool) -> None:
         raise FormatError(f"{html} lies in the package, which is sealed; choose another place")
     if html.is_dir():
         raise FormatError(f"{html} is a folder; name a file for the page")
-    if html.exists() and not overwrite:
+    if not os.access(html.parent, os.W_OK | os.X_OK):
+        raise FormatError(f"{html.parent} cannot be written; choose another folder for the page")
+    if html.exists() and not html.is_file():
+        raise FormatError(f"{html} is no regular file; choose another name for the page")
+    if (html.exists() or html.is_symlink()) and not overwrite:
         raise FormatError(f"{html} exists; choose another or give --overwrite to replace it")

@@ -96,6 +96,8 @@ def _read_evaluation(package: Package, path: Path | None) -> dict[str, Any] | No
             f"{path}: seal_sha256 is {value['seal_sha256']}, the package's is "
             f"{package.seal_sha256}; evaluate this package"
         )
+    if value["encoder_fingerprint"] != package.documents.marker["encoder_fingerprint"]:
+        raise FormatError(f"{path or REPORT}: encoder_fingerprint is of another package")
     check_histogram(value["kl_histogram"], path or package.path / REPORT)
     return value
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from xml.etree import ElementTree
 
 import numpy as np
-from matplotlib import rc_context
+from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
@@ -67,7 +67,7 @@ def spread(values: Sequence[float]) -> Spread:
 @contextmanager
 def _panels(count: int, height: float) -> Iterator[tuple[Figure, list[Axes]]]:
     """A figure of so many axes below each other, each as high, in inches, as said."""
-    with rc_context(_STYLE):
+    with style.context(["default", _STYLE]):
         figure = Figure(figsize=(_WIDTH, height * count + 0.35), layout="constrained")
         axes = figure.subplots(count, 1, squeeze=False)[:, 0]
         for each in axes:
@@ -215,7 +215,7 @@ def _short(value: float, _position: int = 0) -> str:
 def png(figure: Figure) -> bytes:
     """The plot on white, 150 dots an inch."""
     file = io.BytesIO()
-    with rc_context(_STYLE):
+    with style.context(["default", _STYLE]):
         figure.savefig(file, format="png", dpi=150, metadata={"Software": None})
     return file.getvalue()
 
@@ -227,7 +227,7 @@ def svg(figure: Figure, name: str) -> str:
     """
     file = io.BytesIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    with rc_context(_STYLE | {"svg.hashsalt": name}):
+    with style.context(["default", _STYLE | {"svg.hashsalt": name}]):
         figure.savefig(file, format="svg", transparent=True, metadata=nothing)
     root = ElementTree.fromstring(file.getvalue())
     text = file.getvalue().decode()

@@ -66,17 +66,22 @@ def _evaluation(content: Content) -> Section:
     name, title = "kl", "KL against the original"
     report = content.evaluation
     if report is None:
-        text = "Not evaluated. What qsrt-pack eval --json prints can be given with --eval."
+        text = "Not evaluated."
+        if content.summary["is_ours"]:
+            text += " What qsrt-pack eval --json prints can be given with --eval."
         return Section(name, title, text)
     text = f"On {report['positions']:,} positions in windows of {report['window']:,}, in float32."
     if not report["reference_is_source"]:
         text += " The reference is not the checkpoint that was packed."
     tables = [Table(["", "original", "package"], _evaluation_rows(report))]
     edges, counts = report["kl_histogram"]["edges"], report["kl_histogram"]["counts"]
-    ranges = zip(edges, edges[1:], counts, strict=False)
-    rows = [[f"{low:.3g}", f"{high:.3g}", f"{count:,}"] for low, high, count in ranges]
+    # The outermost counts hold what lies beyond too.
+    lows = ["0", *(f"{edge:.3g}" for edge in edges[1:-1])]
+    highs = [*(f"{edge:.3g}" for edge in edges[1:-1]), "and above"]
+    columns = zip(lows, highs, counts, strict=True)
+    rows = [[low, high, f"{count:,}"] for low, high, count in columns]
     keys = {"median": "kl_median", "mean": "kl_mean", "90 %": "kl_p90", "99 %": "kl_p99"}
-    marks = {mark: report[key] for mark, key in keys.items() if report[key] > 0}
+    marks = {mark: report[key] for mark, key in keys.items() if edges[0] < report[key] < edges[-1]}
     figure = figures.plot_histogram(edges, counts, marks, "KL of a position, nats")
     folded = [Table(["from, nats", "to", "positions"], rows, names=2)]
     return Section(name, title, text, figure, tables, folded)
@@ -216,8 +221,9 @@ def _thin(content: Content) -> Section:
         counts["fallback"].append(len(fallbacks))
         listed += thin + fallbacks
     text = (
-        f"Thin: with fewer than {enough:,} tokens ({PRIOR} a hidden channel) the layer's Hessian "
-        "counts for more than the expert's own. Fallback: something else stood in."
+        f"Thin: fewer than {enough:,} tokens of the text, {PRIOR} a hidden channel, came to it; "
+        "the fewer, the more its layer's Hessian stands for its own. Fallback: something else "
+        "stood in."
     )
     if not listed:
         return Section(name, title, f"{text} There are none.")

@@ -7,7 +7,7 @@ import pytest
 from packages import write_package
 
 from qsrt_runtime.format.geometry import Geometry
-from qsrt_runtime.format.package import seal
+from qsrt_runtime.format.package import open_package, seal
 
 LAYERS, EXPERTS, HIDDEN = (0, 2), 6, 128
 HOSTILE = '<script>alert(1)</script> & "more" $x^2$'
@@ -39,12 +39,13 @@ def calibrated(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def evaluation() -> dict:
+def evaluation(calibrated: Path) -> dict:
     """What `eval` says of it, but for the digest of its seal."""
+    marker = open_package(calibrated).documents.marker
     return {
         "bits_per_expert_weight": 3.5,
         "dtype": "float32",
-        "encoder_fingerprint": "1" * 64,
+        "encoder_fingerprint": marker["encoder_fingerprint"],
         "expert_weights": 1_179_648,
         "kind": "eval",
         "against": [],

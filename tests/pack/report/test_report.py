@@ -1,14 +1,16 @@
 """A report: what its page states, what it refuses, and that it repeats."""
 
 import json
+import os
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from matplotlib import rc_context
 
 from qsrt_pack.cli import main
-from qsrt_pack.report import write_report
+from qsrt_pack.report import figures, write_report
 from qsrt_pack.report.content import check_histogram
 from qsrt_runtime.format import manifest, schema
 from qsrt_runtime.format.errors import FormatError
@@ -167,6 +169,12 @@ def test_evaluations_that_are_not_of_this_package(
     with pytest.raises(FormatError, match="is a report of inspect, expected one of eval --json"):
         report(calibrated, evaluation=file)
     assert not html.exists()
+    (calibrated / manifest.REPORT).write_bytes(
+        schema.dump(evaluation | {"encoder_fingerprint": "1" * 64})
+    )
+    seal(calibrated)
+    with pytest.raises(FormatError, match=r"qsrt-eval\.json: encoder_fingerprint is of another"):
+        report(calibrated)
 
 
 @pytest.mark.parametrize(
@@ -206,6 +214,56 @@ def test_nothing_is_replaced_unasked_or_put_into_a_package(
     write_report(calibrated, taken, png=plots, overwrite=True, show_progress=False)
     assert taken.read_text().startswith("<!DOCTYPE html>")
     assert {path.name for path in plots.iterdir()} == ALL
+
+
+def test_what_stands_beside_the_page_is_left_alone(
+    calibrated: Path, evaluation: dict, tmp_path: Path
+) -> None:
+    mine = {name: tmp_path / name for name in ("page.html.partial", "link.html", "pipe.html")}
+    mine["page.html.partial"].write_text("mine")
+    mine["link.html"].symlink_to(tmp_path / "nowhere")
+    os.mkfifo(mine["pipe.html"])
+    write_report(calibrated, tmp_path / "page.html", show_progress=False)
+    assert mine["page.html.partial"].read_text() == "mine"
+    with pytest.raises(FormatError, match="exists; choose another or give --overwrite"):
+        write_report(calibrated, mine["link.html"], show_progress=False)
+    with pytest.raises(FormatError, match="is no regular file"):
+        write_report(calibrated, mine["pipe.html"], overwrite=True, show_progress=False)
+    file = tmp_path / "plots" / "eval.json"
+    file.parent.mkdir()
+    file.write_text(json.dumps(evaluation | {"seal_sha256": open_package(calibrated).seal_sha256}))
+    given = {"evaluation": file, "overwrite": True, "show_progress": False}
+    with pytest.raises(FormatError, match="would be replaced by what is written"):
+        write_report(calibrated, tmp_path / "new.html", png=file.parent, **given)
+    with pytest.raises(FormatError, match="would be replaced by what is written"):
+        write_report(calibrated, file, **given)
+    assert json.loads(file.read_text())["kl_mean"] == 0.125
+
+
+def test_a_failure_leaves_neither_page_nor_plots(
+    calibrated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_figure: object) -> bytes:
+        raise OSError("no space")
+
+    monkeypatch.setattr(figures, "png", fail)
+    with pytest.raises(OSError, match="no space"):
+        write_report(calibrated, tmp_path / "p.html", png=tmp_path / "png", show_progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == [calibrated.name]
+
+
+def test_the_users_style_changes_nothing(calibrated: Path, tmp_path: Path) -> None:
+    write_report(calibrated, tmp_path / "a.html", show_progress=False)
+    with rc_context({"axes.facecolor": "black", "lines.linewidth": 9}):
+        write_report(calibrated, tmp_path / "b.html", show_progress=False)
+    assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
+
+
+def test_the_root_folder_is_refused(calibrated: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["report", "/"])
+    assert (result.exit_code, "give --html" in result.stderr) == (2, True)
+    with pytest.raises(FormatError, match="is the root folder; name a folder in it"):
+        write_report(calibrated, tmp_path / "p.html", png=Path("/"), show_progress=False)
 
 
 def test_the_command(calibrated: Path, tmp_path: Path) -> None:
