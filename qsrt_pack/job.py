@@ -127,7 +127,7 @@ def prepare(
     """
     if {device_kind(device) for device in devices} != {settings.device}:
         raise ValueError(f"the settings are for {settings.device}, the devices are {devices}")
-    supply = Supply(source, out, read_state(state_file(out)), drop_source)
+    supply = _open_supply(source, out, drop_source)
     checkpoint = supply.checkpoint
     experts = find_experts(checkpoint)
     config_path = str(checkpoint.path / manifests.CONFIG)
@@ -173,6 +173,15 @@ def prepare(
     )
 
 
+def _open_supply(source: Path | Repository, out: Path, drop: bool) -> Supply:
+    try:
+        return Supply(source, out, read_state(state_file(out)), drop)
+    except FormatError as error:
+        if drop and (out / manifests.MARKER).is_file():
+            error.add_note(f"{out} is a package already; check it with qsrt-pack validate")
+        raise
+
+
 def _warn_of_missing_parts(statistics: Statistics, settings: Settings) -> None:
     missing = statistics.missing_parts()
     if settings.modes == "all" and missing:
@@ -197,12 +206,17 @@ def run(job: Job, *, show_progress: bool = True, ranks: Ranks = _ALONE) -> Evide
         return evidence
     state = None
     try:
-        with replacing(job.out, overwrite=job.overwrite, resumable=True) as folder:
+        with (
+            job.supply.held(),
+            replacing(job.out, overwrite=job.overwrite, resumable=True) as folder,
+        ):
             job.supply.check_unchanged()
             state = _open_state(job, show_progress)
             size = job.plan["layer_file_bytes"] * len(state.layers)
             with bar("check finished layers", size, "B", show_progress) as advance:
                 evidence = read_finished(folder, state, advance)
+            missing = (layer for layer in job.experts.layers if layer not in evidence)
+            job.supply.check_there(job.readers.needed(missing))
             remove_all_but(folder, layer_files(evidence))
             _write_layers(job, folder, state, evidence, show_progress, ranks)
             _write_documents(job, folder, state, evidence, show_progress)

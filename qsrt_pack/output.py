@@ -19,6 +19,7 @@ from qsrt_runtime.format import paths
 from qsrt_runtime.format.errors import FormatError
 
 _LOCK, _NEW, _OLD, _STATE, _SOURCE = "lock", "package", "old", "state.json", "source"
+SLICES = "slices"  # in it, what is kept of each removed shard
 _STATE_PARTIAL = paths.partial_name(Path(_STATE)).name
 _LOCK_TRIES = 5  # 0.2 s, since a look at the lock takes it for a moment
 _log = logging.getLogger(__name__)
@@ -91,6 +92,17 @@ def leftover_bytes(out: Path, kept: Collection[str]) -> int:
     folder = new_folder(out)
     files = paths.files_below(folder) if folder.is_dir() else []
     return sum((folder / name).lstat().st_size for name in files if name not in kept)
+
+
+def starting_over(work: Path) -> str:
+    """How to do so where work was stopped, which may hold the last of a source's weights."""
+    kept = work / _SOURCE / SLICES
+    if kept.is_dir() and any(kept.iterdir()):
+        return (
+            f"put back the shards of the source whose names {kept} has, and only then delete "
+            f"{work}: of removed shards nothing else is left"
+        )
+    return f"delete {work}"
 
 
 @contextmanager
@@ -166,7 +178,8 @@ def _check_work(work: Path) -> None:
 def _check_resumable(work: Path, resumable: bool) -> None:
     if not resumable and (work / _STATE).exists():
         raise FormatError(
-            f"{work} holds a conversion that was stopped; finish it, or delete that folder"
+            f"{work} holds a conversion that was stopped; finish it; to start over, "
+            f"{starting_over(work)}"
         )
 
 

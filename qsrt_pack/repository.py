@@ -54,8 +54,8 @@ class Repository:
             if folder is not None:
                 path.unlink()
             raise HubError(
-                f"{path} has the SHA-256 {found}, which is not what the Hub states of {shard} in "
-                f"{self.name}; "
+                f"{path.resolve()} has the SHA-256 {found}, which is not what the Hub states of "
+                f"{shard} in {self.name}; "
                 + ("run the command" if folder else "delete it and fetch it")
                 + " again"
             )

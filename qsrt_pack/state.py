@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from qsrt_pack.output import starting_over
 from qsrt_runtime.format import manifest as manifests
 from qsrt_runtime.format import paths, schema
 from qsrt_runtime.format.errors import FormatError
@@ -39,7 +40,8 @@ def read_state(path: Path) -> State | None:
     try:
         value = schema.read(path, "state")
     except FormatError as error:
-        raise FormatError(f"{error}; delete {path.parent} to start over") from None
+        how = starting_over(path.parent)
+        raise FormatError(f"{error}; to start over, {how}") from None
     layers = {int(key): digest for key, digest in value["layers"].items()}
     decided = (value["source"], value["encoder_settings"], value["versions"])
     return State(*decided, layers, value.get("slices", {}))
@@ -88,8 +90,8 @@ def check_same(state: State, now: State, path: Path) -> None:
     if found:
         raise FormatError(
             f"{path.parent} holds {len(state.layers)} finished layer(s) of another conversion: "
-            f"{listed(found)}. Convert as it was to continue, or delete that "
-            "folder to start over"
+            f"{listed(found)}. Convert as it was to continue; to start over, "
+            f"{starting_over(path.parent)}"
         )
 
 

@@ -1,10 +1,14 @@
 """The shards of a conversion's source: there when they are read, and then removed if so wished."""
 
-from collections.abc import Callable, Collection, Iterable
+import fcntl
+import logging
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from qsrt_pack.output import source_folder
+from qsrt_pack.output import SLICES, source_folder
 from qsrt_pack.repository import Repository
 from qsrt_pack.slices import is_whole, shard_header, write_slice
 from qsrt_pack.source.checkpoint import (
@@ -19,7 +23,8 @@ from qsrt_runtime.format import paths
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.tensorfile import TensorEntry, read_header
 
-_DOWNLOADS, _SLICES = "shards", "slices"
+_DOWNLOADS = "shards"
+_log = logging.getLogger(__name__)
 
 
 class Supply:
@@ -94,12 +99,37 @@ class Supply:
             path = self.checkpoint.shards_at / shard
             if self.repository is not None:
                 self._fetch(self.repository, shard, path)
-            elif not path.exists():
+            else:
+                self.check_there([shard])
+            self._fetched.add(shard)
+
+    def check_there(self, shards: Iterable[str]) -> None:
+        """Refuse to go on where a folder's shard that is still to be read was removed."""
+        for shard in sorted(shards) if self.repository is None else ():
+            path = self.checkpoint.shards_at / shard
+            if not path.exists():
                 raise FormatError(
                     f"{path} was removed when its layers were done, and one of them is no longer "
                     "whole; put the shard back to convert it again"
                 )
-            self._fetched.add(shard)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """While shards of a folder are removed, no other conversion removes some of it."""
+        if self.is_remote or not self._drop:
+            yield
+            return
+        descriptor = os.open(self.checkpoint.path, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise FormatError(
+                    f"another conversion removes shards of {self.checkpoint.path}; wait for its end"
+                ) from None
+            yield
+        finally:
+            os.close(descriptor)
 
     def release(
         self, needed: Collection[str], carried: Collection[str], record: Callable[[], None]
@@ -108,7 +138,10 @@ class Supply:
 
         carried: names of tensors.   record: writes `slices` down, before anything is removed.
         """
-        for shard in self.checkpoint.shards if self.is_sliced else ():
+        if not self.is_sliced:
+            return
+        self.check_unchanged()
+        for shard in self.checkpoint.shards:
             path = self.checkpoint.shards_at / shard
             if shard in needed or not path.exists():
                 continue
@@ -116,10 +149,13 @@ class Supply:
                 self.bring([shard])  # a run before may have left it unchecked
                 tensors = self._tensors[shard]
                 digest = write_slice(self._slice(shard), path, tensors, carried)
+                self.check_unchanged()  # while it was copied
                 self.slices[shard] = digest
                 record()
             if self._drop:
+                self.check_unchanged()
                 path.unlink()
+                _log.info("removed %s, of which all is read", path)
                 paths.sync_folder(path.parent)
                 self._stamp.pop(shard, None)
                 self._fetched.discard(shard)
@@ -139,7 +175,7 @@ class Supply:
             for shard in shards
             for name, entry in read_header(self._slice(shard)).tensors.items()
         }
-        return replace(self.checkpoint, tensors=found, shards_at=self._folder / _SLICES)
+        return replace(self.checkpoint, tensors=found, shards_at=self._folder / SLICES)
 
     def _fetch(self, repository: Repository, shard: str, path: Path) -> None:
         if self._drop:
@@ -150,7 +186,7 @@ class Supply:
         self._stamp[shard] = source_stamp(self.checkpoint)[shard]
 
     def _slice(self, shard: str) -> Path:
-        return self._folder / _SLICES / shard
+        return self._folder / SLICES / shard
 
     def _refuse_links(self) -> None:
         for shard in self.checkpoint.shards:

@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 
@@ -16,7 +17,7 @@ import torch
 from click.testing import CliRunner, Result
 from fakehub import FakeHub, Request, command, environment
 
-from qsrt_pack import job, plan
+from qsrt_pack import job, plan, supply
 from qsrt_pack.cli import main
 from qsrt_pack.encode.expert import Settings
 from qsrt_runtime.format.errors import FormatError
@@ -229,13 +230,13 @@ def test_a_shard_with_another_digest_is_refused(
     words = [MODEL, tmp_path / "out", *(["--drop-source"] if drop else [])]
     done = convert(*words)
     assert done.exit_code == 1
-    assert re.search(rf"Error: .*{shard(2)} has the SHA-256 \w+, which is not what", done.output)
+    assert re.search(rf"Error: .*has the SHA-256 \w+, which is not what .*{shard(2)}", done.output)
     assert not (tmp_path / "out").exists()
     assert len(shards_of(tmp_path)) == (1 if drop else 2), "the first shard is kept"
     hub.altered.clear()
     if not drop:
         path = re.search(r"Error: (.*) has the SHA-256", done.output)[1]
-        Path(path).resolve().unlink()
+        Path(path).unlink()
     start = len(hub.requests)
     assert convert(*words).exit_code == 0
     assert tree(tmp_path / "out") == package
@@ -338,6 +339,82 @@ def test_a_removed_shard_that_a_damaged_layer_needs(
     shutil.copy(model / shard(1), folder)
     job.run(job.prepare(folder, out, FAST), show_progress=False)
     assert tree(out) == package
+
+
+def test_layers_that_cannot_be_made_again_are_left_alone(folder: Path, tmp_path: Path) -> None:
+    stop(folder, tmp_path / "out", before=1)
+    made = tmp_path / "out.partial/package"
+    layer = (made / "qsrt-layer-000.safetensors").read_bytes()
+    evidence = (made / "qsrt-layer-000.json").read_bytes()
+    (made / "qsrt-layer-000.json").unlink()
+    with pytest.raises(FormatError, match=f"{shard(1)} was removed .* put the shard back"):
+        job.run(job.prepare(folder, tmp_path / "out", FAST), show_progress=False)
+    assert (made / "qsrt-layer-000.safetensors").read_bytes() == layer
+    (made / "qsrt-layer-000.json").write_bytes(evidence)
+    job.run(job.prepare(folder, tmp_path / "out", FAST), show_progress=False)
+
+
+@pytest.mark.parametrize("what", ["settings", "state"])
+def test_nobody_is_told_to_delete_the_last_of_removed_shards(
+    folder: Path, tmp_path: Path, what: str
+) -> None:
+    stop(folder, tmp_path / "out", before=1)
+    settings = replace(FAST, seed=1) if what == "settings" else FAST
+    if what == "state":
+        (tmp_path / "out.partial/state.json").write_text("{")
+    with pytest.raises(FormatError, match=r"put back the shards .* and only then delete"):
+        job.prepare(folder, tmp_path / "out", settings)
+
+
+def test_a_shard_that_changes_while_it_is_copied_is_kept(folder: Path, tmp_path: Path) -> None:
+    real = supply.write_slice
+
+    def altering(path: Path, source: Path, *rest: object) -> str:
+        found = real(path, source, *rest)
+        data = bytearray(source.read_bytes())
+        data[-1] ^= 1
+        source.write_bytes(data)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(supply, "write_slice", altering)
+        with pytest.raises(FormatError, match="changed since it was opened"):
+            job.run(job.prepare(folder, tmp_path / "out", FAST, drop_source=True))
+    assert len(shards_of(folder)) == SHARDS
+
+
+def test_a_shard_that_another_process_removed_ends_the_run(folder: Path, tmp_path: Path) -> None:
+    real = job._write_layer
+
+    def removing(*arguments: object) -> object:
+        found = real(*arguments)
+        (folder / shard(SHARDS)).unlink()
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job, "_write_layer", removing)
+        with pytest.raises(FormatError, match="changed since it was opened"):
+            job.run(job.prepare(folder, tmp_path / "out", FAST, drop_source=True))
+    assert len(shards_of(folder)) == SHARDS - 1
+
+
+def test_one_conversion_at_a_time_removes_shards(folder: Path, tmp_path: Path) -> None:
+    prepared = job.prepare(folder, tmp_path / "out", FAST, drop_source=True)
+    other = job.prepare(folder, tmp_path / "other", FAST, drop_source=True)
+    with (
+        other.supply.held(),
+        pytest.raises(FormatError, match="another conversion removes shards"),
+    ):
+        job.run(prepared, show_progress=False)
+    assert len(shards_of(folder)) == SHARDS and not (tmp_path / "out.partial").exists()
+
+
+def test_the_same_command_after_all_is_done(folder: Path, tmp_path: Path) -> None:
+    words = [folder, tmp_path / "out", "--drop-source"]
+    assert convert(*words).exit_code == 0
+    done = convert(*words)
+    assert done.exit_code == 1
+    assert "out is a package already; check it with qsrt-pack validate" in done.output
 
 
 def test_what_is_kept_of_a_removed_shard_is_checked(folder: Path, tmp_path: Path) -> None:
