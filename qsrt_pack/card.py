@@ -131,6 +131,9 @@ def _measured(report: dict[str, Any] | None) -> str:
     if report is None:
         return ""
     reference, packed = report["reference_score"], report["package_score"]
+    mean, interval = f"{report['kl_mean']:.5f}", report["kl_mean_interval"]
+    if interval is not None:
+        mean += f" (95 %: {interval['low']:.5f} to {interval['high']:.5f})"
     return f"""## Measured
 
 Against the unquantized model on {report["positions"]:,} positions in windows of \
@@ -139,7 +142,8 @@ Against the unquantized model on {report["positions"]:,} positions in windows of
 | | original | this package |
 |---|---|---|
 | perplexity | {reference["perplexity"]:.4f} | {packed["perplexity"]:.4f} |
-| mean KL(original \\|\\| package), nats | | {report["kl_mean"]:.5f} |
+| mean KL(original \\|\\| package), nats | | {mean} |
+| its median and 99th percentile | | {report["kl_median"]:.5f}, {report["kl_p99"]:.5f} |
 | same most likely next token | | {100 * report["top1_agreement"]:.2f} % |
 
 """

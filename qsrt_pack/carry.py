@@ -63,7 +63,7 @@ def write_base(
             where = f"{checkpoint.path_of(checkpoint.weights[name])}: weight {name}"
             return [tensor_data(to_bfloat16(read_weight(checkpoint, name), where))]
         shard, entry = checkpoint.tensors[name]
-        return file_pieces(checkpoint.path / shard, entry.start, entry.end)
+        return file_pieces(checkpoint.shards_at / shard, entry.start, entry.end)
 
     index = write_shards(folder, carried_tensors(checkpoint, experts, carried_as), payload)
     schema.check(index, "index", manifests.INDEX)

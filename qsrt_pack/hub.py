@@ -71,10 +71,10 @@ def push(
     recover(path)
     validate(path, show_progress=show_progress)
     package = _described(path, repository, license_id, base_model, report)
-    _show_bars(show_progress)
+    show_bars(show_progress)
     api = HfApi(library_name="qsrt", library_version=qsrt_runtime.__version__)
     _prepare_repository(api, repository, private, revision)
-    head, remote = _remote_files(api, repository, revision)
+    head, remote = remote_files(api, repository, revision)
     missing = _differing(package, remote)
     leftovers = sorted(set(remote) - {*package.digests, CHECKSUMS, MARKER})
     if not missing and not leftovers:
@@ -104,7 +104,7 @@ def pull(
     Raises FormatError for a package that is unsealed or altered, HubError for what the Hub does.
     """
     check_output(out, None, overwrite, resumable=True)
-    _show_bars(show_progress)
+    show_bars(show_progress)
     api = HfApi(library_name="qsrt", library_version=qsrt_runtime.__version__)
     commit = resolve(api, repository, revision)
     with replacing(out, overwrite=overwrite, resumable=True) as folder:
@@ -151,7 +151,7 @@ def _send(api: HfApi, package: Package, repository: str, revision: str | None) -
             commit_message=f"Files of {package.seal_sha256[:12]}",
         ),
     )
-    head, remote = _remote_files(api, repository, revision)
+    head, remote = remote_files(api, repository, revision)
     missing = _differing(package, remote) - {MARKER}
     if missing:
         raise HubError(f"{repository}: {min(missing)} has not arrived as sent; push again")
@@ -174,19 +174,27 @@ def checkpoint_folder(path: str | Path) -> Path:
         f"{name} is no folder here; on the Hub",
         lambda: api.list_repo_files(repository, revision=revision or None),
     )
+    return local_folder(name, ignore=[literal(n) for n in refused_files(name, names)])
+
+
+def refused_files(repository: str, names: Collection[str]) -> list[str]:
+    """Those of a checkpoint's files that are not fetched: code and weights but safetensors.
+
+    FormatError where it has no safetensors.
+    """
     refused = [n for n in names if paths.WEIGHTS_OR_CODE.search(n)]
     refused = sorted(n for n in refused if not n.endswith(".safetensors"))
     if refused:
         _log.info("not downloaded, since code and pickles are never run: %s", ", ".join(refused))
     if refused and not any(n.endswith(".safetensors") for n in names):
         raise FormatError(
-            f"{name} has its weights only as {refused[0]}, which is never opened; save it as "
+            f"{repository} has its weights only as {refused[0]}, which is never opened; save it as "
             "safetensors first (transformers: model.save_pretrained(folder))"
         )
-    return local_folder(name, ignore=[_literal(n) for n in refused])
+    return refused
 
 
-def _literal(name: str) -> str:
+def literal(name: str) -> str:
     """The pattern that matches just this name."""
     return re.sub(r"([*?\[])", r"[\1]", name)
 
@@ -288,7 +296,7 @@ def _prepare_repository(api: HfApi, repository: str, private: bool, revision: st
         )
 
 
-def _remote_files(
+def remote_files(
     api: HfApi, repository: str, revision: str | None
 ) -> tuple[str, dict[str, RepoFile]]:
     """The branch's head and its files by name."""
@@ -308,11 +316,12 @@ def _differing(package: Package, remote: dict[str, RepoFile]) -> set[str]:
     return {
         name
         for name, digest in digests.items()
-        if name not in remote or not _is_same(remote[name], package.path / name, digest)
+        if name not in remote or not is_same(remote[name], package.path / name, digest)
     }
 
 
-def _is_same(remote: RepoFile, path: Path, sha256: str) -> bool:
+def is_same(remote: RepoFile, path: Path, sha256: str) -> bool:
+    """Whether a file here, of a digest, is one that the Hub has."""
     if remote.size != path.stat().st_size:
         return False
     if remote.lfs is not None:
@@ -375,5 +384,6 @@ def _continue_or_clear(folder: Path, state: Path, repository: str, commit: str) 
     paths.write_file(state, schema.dump(wanted))
 
 
-def _show_bars(show: bool) -> None:
+def show_bars(show: bool) -> None:
+    """Whether the client shows its own bars, which it does on a terminal alone."""
     (enable_progress_bars if show and sys.stderr.isatty() else disable_progress_bars)()

@@ -23,7 +23,7 @@ from qsrt_runtime.format.tensorfile import read_header
 
 _NO_SLOTS = range(0)
 _WORST = 5  # experts listed for their error
-_BYTES = {  # what each kind of byte is called; those of a layer file first
+BYTE_KINDS = {  # what each kind of byte is called; those of a layer file first
     "trellis_words": "trellis words",
     "local_scales": "local scales, in the bundles",
     "shared_scales": "shared scales, of the hidden side",
@@ -35,7 +35,7 @@ _BYTES = {  # what each kind of byte is called; those of a layer file first
     "other": "other files",
 }
 _PACKAGE_BYTES = ("evidence", "base", "other")
-_MAKERS = {True: "made by qsrt-pack", False: "made elsewhere", None: "its maker is not recorded"}
+MAKERS = {True: "made by qsrt-pack", False: "made elsewhere", None: "its maker is not recorded"}
 
 
 def inspect(path: Path, *, show_progress: bool = True) -> dict[str, Any]:
@@ -248,20 +248,25 @@ def _mean_and_max(values: Sequence[float], path: Path) -> dict[str, float]:
     return {"mean": mean, "max": max(values)}
 
 
+def not_hashed(is_package: bool) -> tuple[str, str]:
+    """What has been taken on trust."""
+    what = "layer files, base shards and side files" if is_package else "any byte of it"
+    return "not hashed", f"{what}; qsrt-pack validate PACKAGE does that"
+
+
 def describe(report: dict[str, Any]) -> str:
     """A report on one screen."""
     is_package = report["inspected"] == "package"
-    not_hashed = "layer files, base shards and side files" if is_package else "any byte of it"
     lines = [
         (
             "package" if is_package else "layer file",
-            f"{report['path']} ({_MAKERS[report['is_ours']]})",
+            f"{report['path']} ({MAKERS[report['is_ours']]})",
         ),
-        *_content_lines(report),
+        *content_lines(report),
         *_byte_lines(report),
         *_error_lines(report["errors"]),
-        *_origin_lines(report),
-        ("not hashed", f"{not_hashed}; qsrt-pack validate PACKAGE does that"),
+        *origin_lines(report),
+        not_hashed(is_package),
     ]
     return "\n".join(f"{name:<12}{_printable(value)}" for name, value in lines)
 
@@ -271,7 +276,8 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
-def _content_lines(report: dict[str, Any]) -> list[tuple[str, str]]:
+def content_lines(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """What is packed, and how, in lines of a name and a value."""
     modes = ", ".join(f"{mode} {count:,}" for mode, count in report["modes"].items())
     pairs = [
         f"{matrix} " + " ".join(f"{kind} {count:,}" for kind, count in kinds.items())
@@ -319,7 +325,7 @@ def _byte_lines(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("bytes", f"{total:,} in {report['files']:,} file{'s' * (report['files'] > 1)}"),
         *(
             ("", f"{report['bytes'][kind]:>{width},} {label}")
-            for kind, label in _BYTES.items()
+            for kind, label in BYTE_KINDS.items()
             if report["bytes"][kind]
         ),
     ]
@@ -346,7 +352,8 @@ def _error_lines(errors: dict[str, Any] | None) -> list[tuple[str, str]]:
     return lines
 
 
-def _origin_lines(report: dict[str, Any]) -> list[tuple[str, str]]:
+def origin_lines(report: dict[str, Any]) -> list[tuple[str, str]]:
+    """Whence it comes, in lines of a name and a value."""
     lines = []
     if (settings := report["encoder_settings"]) is not None:
         calibration = settings["calibration_sha256"] or "none"

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from qsrt_pack.assemble.package import (
     build_producer,
     library_versions,
 )
-from qsrt_pack.calibrate.statistics import LayerRows
+from qsrt_pack.assist import facts, layer_rows
 from qsrt_pack.carry import how_carried, package_config, source_format, write_base
 from qsrt_pack.encode.expert import Settings
 from qsrt_pack.encode.viterbi import device_kind
@@ -38,14 +39,12 @@ from qsrt_pack.produce import produce_layer
 from qsrt_pack.progress import bar
 from qsrt_pack.quality import report_expert, report_layer
 from qsrt_pack.ranks import Ranks
+from qsrt_pack.repository import Repository
+from qsrt_pack.scan import Block, scan
 from qsrt_pack.source.census import quantized_carried
 from qsrt_pack.source.checkpoint import (
     Checkpoint,
-    check_finite,
-    digest_files,
     digest_small_files,
-    open_checkpoint,
-    source_stamp,
 )
 from qsrt_pack.source.models import RoutedExperts, find_experts
 from qsrt_pack.state import (
@@ -59,6 +58,7 @@ from qsrt_pack.state import (
     write_state,
 )
 from qsrt_pack.statistics import Statistics
+from qsrt_pack.supply import Readers, Supply, find_readers
 from qsrt_runtime.format import manifest as manifests
 from qsrt_runtime.format import paths, schema
 from qsrt_runtime.format.container import LayerWriter
@@ -82,27 +82,30 @@ Evidence = dict[int, dict[str, Any]]  # the evidence document of each layer
 class Job:
     """A conversion that has been checked and planned and not begun.
 
-    stamp: source_stamp of the checkpoint when its headers were read.
     carried_as: see carried_tensors.
     complete: out holds a package with these settings already; of this source, as far as known.
     """
 
-    checkpoint: Checkpoint
+    supply: Supply
     experts: RoutedExperts
+    readers: Readers
     out: Path
     settings: Settings
     loader: str
     carried_as: str
     overwrite: bool
     plan: dict[str, Any]
-    stamp: dict[str, tuple[int, ...]]
     complete: bool
     devices: tuple[torch.device, ...]
     statistics: Statistics | None
 
+    @property
+    def checkpoint(self) -> Checkpoint:
+        return self.supply.checkpoint
+
 
 def prepare(
-    source: Path,
+    source: Path | Repository,
     out: Path,
     settings: Settings,
     *,
@@ -111,6 +114,7 @@ def prepare(
     overwrite: bool = False,
     devices: tuple[torch.device, ...] = _CPU,
     statistics: Statistics | None = None,
+    drop_source: bool = False,
 ) -> Job:
     """Check source and output and make the plan. FormatError on any doubt.
 
@@ -119,13 +123,12 @@ def prepare(
     devices: of the settings' kind; a package does not depend on how many there are.
     statistics: of a calibration of this source, the settings state their digest; here compared
     by config, index and names of shards, by `run` as a whole.
+    drop_source: see Supply.
     """
     if {device_kind(device) for device in devices} != {settings.device}:
         raise ValueError(f"the settings are for {settings.device}, the devices are {devices}")
-    checkpoint = open_checkpoint(source)
-    stamp = source_stamp(checkpoint)
-    if open_checkpoint(source) != checkpoint:  # not what the stamp is of
-        raise _changed(checkpoint)
+    supply = _open_supply(source, out, drop_source)
+    checkpoint = supply.checkpoint
     experts = find_experts(checkpoint)
     config_path = str(checkpoint.path / manifests.CONFIG)
     counts = (experts.geometry.experts, experts.topk)
@@ -155,19 +158,28 @@ def prepare(
     if free < need and not complete:
         raise FormatError(f"{out.parent} has {free:,} bytes free, {need:,} are to be written")
     return Job(
-        checkpoint,
+        supply,
         experts,
+        find_readers(checkpoint, experts),
         out,
         settings,
         loader,
         carried_as,
         overwrite,
         plan,
-        stamp,
         complete,
         devices,
         statistics,
     )
+
+
+def _open_supply(source: Path | Repository, out: Path, drop: bool) -> Supply:
+    try:
+        return Supply(source, out, read_state(state_file(out)), drop)
+    except FormatError as error:
+        if drop and (out / manifests.MARKER).is_file():
+            error.add_note(f"{out} is a package already; check it with qsrt-pack validate")
+        raise
 
 
 def _warn_of_missing_parts(statistics: Statistics, settings: Settings) -> None:
@@ -185,7 +197,7 @@ def run(job: Job, *, show_progress: bool = True, ranks: Ranks = _ALONE) -> Evide
 
     Layers that a run before has finished are kept if they have the digests it recorded, and those
     that this one finishes are there for the next. Returns the evidence of all layers.
-    ranks: rank 0's; the others' part is `assist`.
+    ranks: rank 0's; the others' part is `assist.assist`.
     """
     if job.complete:
         ranks.told([])
@@ -194,16 +206,21 @@ def run(job: Job, *, show_progress: bool = True, ranks: Ranks = _ALONE) -> Evide
         return evidence
     state = None
     try:
-        with replacing(job.out, overwrite=job.overwrite, resumable=True) as folder:
-            _check_unchanged(job)
+        with (
+            job.supply.held(),
+            replacing(job.out, overwrite=job.overwrite, resumable=True) as folder,
+        ):
+            job.supply.check_unchanged()
             state = _open_state(job, show_progress)
             size = job.plan["layer_file_bytes"] * len(state.layers)
             with bar("check finished layers", size, "B", show_progress) as advance:
                 evidence = read_finished(folder, state, advance)
+            missing = (layer for layer in job.experts.layers if layer not in evidence)
+            job.supply.check_there(job.readers.needed(missing))
             remove_all_but(folder, layer_files(evidence))
             _write_layers(job, folder, state, evidence, show_progress, ranks)
-            _write_documents(job, folder, schema.digest(state.source), evidence)
-            _check_unchanged(job)
+            _write_documents(job, folder, state, evidence, show_progress)
+            job.supply.check_unchanged()
             seal(folder)
             check_base(open_package(folder))
     except BaseException as error:
@@ -215,44 +232,6 @@ def run(job: Job, *, show_progress: bool = True, ranks: Ranks = _ALONE) -> Evide
         raise
     ranks.told(None)
     return evidence
-
-
-def assist(
-    source: Path,
-    settings: Settings,
-    devices: tuple[torch.device, ...],
-    ranks: Ranks,
-    statistics: Statistics | None = None,
-) -> None:
-    """Encode this rank's share for rank 0's `run`, of the same source by the same settings."""
-    checkpoint = open_checkpoint(source)
-    stamp = source_stamp(checkpoint)
-    experts = find_experts(checkpoint)
-    remaining = ranks.told(None)
-    if remaining:
-        ranks.agree(_facts(settings, digest_files(checkpoint) if ranks.leads_machine else None))
-    for layer in remaining:
-        rows = _rows(statistics, experts, layer)
-        for _ in produce_layer(checkpoint, experts, settings, devices, layer, ranks, rows):
-            pass
-        if source_stamp(checkpoint) != stamp:
-            raise _changed(checkpoint)
-    ranks.told(None)  # rank 0 has sealed the package
-
-
-def _rows(statistics: Statistics | None, experts: RoutedExperts, layer: int) -> LayerRows | None:
-    """What calibration knows of a layer; it runs none of next-token prediction."""
-    runs = layer < experts.naming.count
-    return statistics.layer(layer) if statistics is not None and runs else None
-
-
-def _facts(settings: Settings, source: dict[str, str] | None) -> dict[str, Any]:
-    """What all ranks must have alike; the source None where another process has hashed it."""
-    return {
-        "settings": settings.fingerprinted(),
-        "versions": library_versions(),
-        "source": source and schema.digest(source),
-    }
 
 
 def _claimed_layers(out: Path, settings: Settings) -> list[int]:
@@ -308,24 +287,17 @@ def _new_state(settings: Settings, source: dict[str, str]) -> State:
     return State(source, settings.fingerprinted(), library_versions())
 
 
-def _check_unchanged(job: Job) -> None:
-    if source_stamp(job.checkpoint) != job.stamp:
-        raise _changed(job.checkpoint)
-
-
-def _changed(checkpoint: Checkpoint) -> FormatError:
-    return FormatError(f"{checkpoint.path} changed since it was opened; convert it again")
-
-
 def _hash_source(job: Job, show_progress: bool) -> dict[str, str]:
-    with bar("hash source", job.plan["bytes_in"], "B", show_progress) as advance:
-        return digest_files(job.checkpoint, advance)
+    size = 0 if job.supply.is_remote else job.plan["bytes_in"]
+    with bar("hash source", size, "B", show_progress) as advance:
+        return job.supply.digests(advance)
 
 
 def _open_state(job: Job, show_progress: bool) -> State:
-    """The state to continue; a new one has had its source scanned for weights not finite.
+    """The state to continue; a new one has had a folder scanned for weights not finite.
 
-    Statistics are of this source and every file of them whole.
+    Of a repository each layer is scanned when its shards are there. Statistics are of this source
+    and every file of them whole.
     """
     state = _new_state(job.settings, _hash_source(job, show_progress))
     if job.statistics is not None:
@@ -336,15 +308,21 @@ def _open_state(job: Job, show_progress: bool) -> State:
     found = read_state(state_file(job.out))
     if found is not None:
         check_same(found, state, state_file(job.out))
-        return found
-    blocks = job.experts.blocks()
-    if job.carried_as == "bf16":
-        blocks += [(name, None) for name in quantized_carried(job.checkpoint, job.experts)]
-    with bar("scan weights", len(blocks), "tensors", show_progress) as advance:
-        for block in blocks:
-            check_finite(job.checkpoint, *block)
-            advance(1)
+        return replace(found, slices=job.supply.slices)
+    state = replace(state, slices=job.supply.slices)
+    if job.supply.keeps_downloads:
+        write_state(state_file(job.out), state)  # without which they go when this run fails
+    if not job.supply.is_remote:
+        blocks = job.experts.blocks() + _decoded_blocks(job)
+        scan(job.checkpoint, blocks, show_progress)
     return state
+
+
+def _decoded_blocks(job: Job) -> list[Block]:
+    """The carried weights that are decoded."""
+    if job.carried_as == "stored":
+        return []
+    return [(name, None) for name in quantized_carried(job.checkpoint, job.experts)]
 
 
 def _write_layers(
@@ -359,19 +337,28 @@ def _write_layers(
     source_sha256 = schema.digest(state.source)
     remaining = [layer for layer in job.experts.layers if layer not in evidence]
     if ranks.told(remaining):
-        ranks.agree(_facts(job.settings, state.source))
+        ranks.agree(facts(job.settings, state.source))
     experts = job.experts.geometry.experts
     weights = job.experts.geometry.weights_per_expert * experts * len(remaining)
     with bar("encode", weights, "weights", show_progress) as advance:
-        for layer in remaining:
+        for number, layer in enumerate(remaining):
+            job.supply.bring(job.readers.layers[layer])
+            if job.supply.is_remote:
+                scan(job.checkpoint, job.experts.layer_blocks(layer), show_progress=False)
             start = time.perf_counter()
             evidence[layer] = _write_layer(job, folder, layer, source_sha256, advance, ranks)
-            _check_unchanged(job)  # or the next run would take this layer for the old source's
+            job.supply.check_unchanged()  # or the next run would take the layer for the old one's
             digest = paths.sha256_file(folder / manifests.evidence_file_name(layer))
             layers = {**state.layers, layer: digest}
             write_state(state_file(job.out), replace(state, layers=layers))
             state.layers[layer] = digest
             report_layer(layer, evidence[layer]["experts"], time.perf_counter() - start)
+            needed = job.readers.needed(remaining[number + 1 :])
+            job.supply.release(needed, job.readers.carried, _recorder(job, state))
+
+
+def _recorder(job: Job, state: State) -> Callable[[], None]:
+    return partial(write_state, state_file(job.out), state)
 
 
 def _write_layer(
@@ -388,7 +375,7 @@ def _write_layer(
     entries = []
     with LayerWriter(path, geometry, layer, source_sha256, fingerprint) as writer:
         source = (job.checkpoint, job.experts, job.settings, job.devices)
-        rows = _rows(job.statistics, job.experts, layer)
+        rows = layer_rows(job.statistics, job.experts, layer)
         for expert in produce_layer(*source, layer, ranks, rows):
             entry, stored = expert.entry, (expert.bundles, expert.shared_scales, expert.modes)
             writer.write_bundles(entry["expert"], *stored)
@@ -400,16 +387,21 @@ def _write_layer(
     return evidence
 
 
-def _write_documents(job: Job, folder: Path, source_sha256: str, evidence: Evidence) -> None:
+def _write_documents(
+    job: Job, folder: Path, state: State, evidence: Evidence, show_progress: bool
+) -> None:
     """Everything but the layers and the seal."""
-    base_sha256 = write_base(folder, job.checkpoint, job.experts, job.carried_as)
+    source = job.supply.carried_from(job.readers.carried, _recorder(job, state))
+    if job.supply.is_remote:
+        scan(source, _decoded_blocks(job), show_progress)
+    base_sha256 = write_base(folder, source, job.experts, job.carried_as)
     manifest = build_manifest(
         job.experts.geometry,
         job.experts.true_sizes,
         topk=job.experts.topk,
         activation=job.experts.activation,
         encoder_settings=job.settings.fingerprinted(),
-        source_sha256=source_sha256,
+        source_sha256=schema.digest(state.source),
         base_sha256=base_sha256,
         evidence=evidence,
         source_format=source_format(job.checkpoint, job.experts, job.carried_as),

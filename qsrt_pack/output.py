@@ -1,8 +1,9 @@
 """An output folder that appears whole or not at all.
 
 The work is done in OUT.partial, which holds `lock`, the new folder as `package`, for a moment at
-the end what stood at OUT before as `old`, and for work that can be continued `state.json`: while
-that file is there, a failure keeps OUT.partial, and the next run goes on in it.
+the end what stood at OUT before as `old`, what is kept of a source that is removed on the way as
+`source`, and for work that can be continued `state.json`: while that file is there, a failure keeps
+OUT.partial, and the next run goes on in it.
 """
 
 import fcntl
@@ -17,7 +18,8 @@ from pathlib import Path
 from qsrt_runtime.format import paths
 from qsrt_runtime.format.errors import FormatError
 
-_LOCK, _NEW, _OLD, _STATE = "lock", "package", "old", "state.json"
+_LOCK, _NEW, _OLD, _STATE, _SOURCE = "lock", "package", "old", "state.json", "source"
+SLICES = "slices"  # in it, what is kept of each removed shard
 _STATE_PARTIAL = paths.partial_name(Path(_STATE)).name
 _LOCK_TRIES = 5  # 0.2 s, since a look at the lock takes it for a moment
 _log = logging.getLogger(__name__)
@@ -33,6 +35,11 @@ def new_folder(out: Path) -> Path:
     return paths.partial_name(out) / _NEW
 
 
+def source_folder(out: Path) -> Path:
+    """Where a conversion keeps what it needs of a source that is not there as a whole."""
+    return paths.partial_name(out) / _SOURCE
+
+
 def check_output(
     out: Path, source: Path | None, overwrite: bool, *, resumable: bool = False
 ) -> None:
@@ -42,6 +49,8 @@ def check_output(
     resumable: work that was stopped may be waiting there to be continued.
     """
     target, source = out.resolve(), source and source.resolve()
+    if not target.name:
+        raise FormatError(f"{out} is the root folder; name a folder in it")
     for place in (target, paths.partial_name(target)) if source else ():
         if place == source or place in source.parents or source in place.parents:
             raise FormatError(
@@ -83,6 +92,17 @@ def leftover_bytes(out: Path, kept: Collection[str]) -> int:
     folder = new_folder(out)
     files = paths.files_below(folder) if folder.is_dir() else []
     return sum((folder / name).lstat().st_size for name in files if name not in kept)
+
+
+def starting_over(work: Path) -> str:
+    """How to do so where work was stopped, which may hold the last of a source's weights."""
+    kept = work / _SOURCE / SLICES
+    if kept.is_dir() and any(kept.iterdir()):
+        return (
+            f"put back the shards of the source whose names {kept} has, and only then delete "
+            f"{work}: of removed shards nothing else is left"
+        )
+    return f"delete {work}"
 
 
 @contextmanager
@@ -149,7 +169,7 @@ def _check_work(work: Path) -> None:
         return
     folder = work.is_dir() and not work.is_symlink()
     names = {path.name for path in work.iterdir()} if folder else set()
-    known = {_LOCK, _NEW, _OLD, _STATE, _STATE_PARTIAL}
+    known = {_LOCK, _NEW, _OLD, _STATE, _STATE_PARTIAL, _SOURCE}
     ours = not names or (_LOCK in names and names <= known)
     if not folder or not ours or any((work / name).is_symlink() for name in names):
         raise FormatError(f"{work} is in the way, where the work is done; move it")
@@ -158,7 +178,8 @@ def _check_work(work: Path) -> None:
 def _check_resumable(work: Path, resumable: bool) -> None:
     if not resumable and (work / _STATE).exists():
         raise FormatError(
-            f"{work} holds a conversion that was stopped; finish it, or delete that folder"
+            f"{work} holds a conversion that was stopped; finish it; to start over, "
+            f"{starting_over(work)}"
         )
 
 
@@ -202,7 +223,7 @@ def _restore(work: Path, out: Path) -> None:
     """Clear away what a killed process left and what cannot be continued."""
     _put_back(work, out)
     (work / _STATE_PARTIAL).unlink(missing_ok=True)
-    names = (_OLD,) if (work / _STATE).exists() else (_OLD, _NEW)
+    names = (_OLD,) if (work / _STATE).exists() else (_OLD, _NEW, _SOURCE)
     for name in names:
         if (work / name).exists():
             shutil.rmtree(work / name)
@@ -231,7 +252,7 @@ def _remove(work: Path, out: Path) -> None:
             raise OSError(f"{work / _OLD} could not be moved back to {out}")
         for name in (_STATE, _STATE_PARTIAL):
             (work / name).unlink(missing_ok=True)
-        for name in (_NEW, _OLD):
+        for name in (_NEW, _OLD, _SOURCE):
             if (work / name).exists():
                 shutil.rmtree(work / name)
         (work / _LOCK).unlink(missing_ok=True)

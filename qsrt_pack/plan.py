@@ -58,7 +58,7 @@ def make_plan(
     formats = source_formats(checkpoint, experts)
     base_bytes = sum(tensor_bytes(*spec) for spec in base.values())
     side_bytes = sum((checkpoint.path / name).stat().st_size for name in checkpoint.carried)
-    layer_bytes = container.layer_file_bytes(geometry)
+    layer_bytes = container.layer_file_bytes(geometry, max(experts.layers))
     methods = {settings.search, "fast" if settings.device == "cpu" else settings.search}
     rates = {method: len(devices) * probe(method, devices[0]) for method in methods}
     memory, slower = memory_bytes(geometry, settings), 1.0
@@ -96,7 +96,7 @@ def make_plan(
         "seed": settings.seed,
         "loader": loader,
         "devices": [str(device) for device in devices],
-        "bytes_in": sum((checkpoint.path / n).stat().st_size for n in checkpoint.shards),
+        "bytes_in": sum(checkpoint.shard_bytes.values()),
         "bytes_out": layer_bytes * len(experts.layers) + base_bytes + side_bytes,
         "bytes_to_write": layer_bytes * remaining + base_bytes + side_bytes,
         "layer_file_bytes": layer_bytes,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from qsrt_pack.output import starting_over
 from qsrt_runtime.format import manifest as manifests
 from qsrt_runtime.format import paths, schema
 from qsrt_runtime.format.errors import FormatError
@@ -22,12 +23,14 @@ class State:
     source: SHA-256 of config, index and shards by name.   encoder_settings: Settings.fingerprinted,
     the calibration's digest among them.   versions: of qsrt, torch and triton.   layers: number of
     a finished layer -> SHA-256 of its evidence file, which states that of the layer file.
+    slices: shard -> SHA-256 of what was kept of it before it was removed; see slices.py.
     """
 
     source: dict[str, str]
     encoder_settings: dict[str, Any]
     versions: dict[str, str | None]
     layers: dict[int, str] = field(default_factory=dict)
+    slices: dict[str, str] = field(default_factory=dict)
 
 
 def read_state(path: Path) -> State | None:
@@ -37,9 +40,11 @@ def read_state(path: Path) -> State | None:
     try:
         value = schema.read(path, "state")
     except FormatError as error:
-        raise FormatError(f"{error}; delete {path.parent} to start over") from None
+        how = starting_over(path.parent)
+        raise FormatError(f"{error}; to start over, {how}") from None
     layers = {int(key): digest for key, digest in value["layers"].items()}
-    return State(value["source"], value["encoder_settings"], value["versions"], layers)
+    decided = (value["source"], value["encoder_settings"], value["versions"])
+    return State(*decided, layers, value.get("slices", {}))
 
 
 def write_state(path: Path, state: State) -> None:
@@ -51,6 +56,8 @@ def write_state(path: Path, state: State) -> None:
         "versions": state.versions,
         "layers": {str(layer): digest for layer, digest in sorted(state.layers.items())},
     }
+    if state.slices:
+        value["slices"] = state.slices
     schema.check(value, "state", str(path))
     paths.write_file(path, schema.dump(value))
 
@@ -83,8 +90,8 @@ def check_same(state: State, now: State, path: Path) -> None:
     if found:
         raise FormatError(
             f"{path.parent} holds {len(state.layers)} finished layer(s) of another conversion: "
-            f"{listed(found)}. Convert as it was to continue, or delete that "
-            "folder to start over"
+            f"{listed(found)}. Convert as it was to continue; to start over, "
+            f"{starting_over(path.parent)}"
         )
 
 

@@ -6,16 +6,20 @@ Endpoints of the Hub's API as huggingface_hub calls them; repositories live in m
 import base64
 import hashlib
 import json
+import os
 import re
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+ROOT = Path(__file__).parents[1]
 LARGE = 1 << 14  # bytes from which a file is a large one
 Fault = Callable[["Request"], int | None]
 
@@ -36,6 +40,7 @@ class Request:
     method: str
     path: str
     token: str | None
+    range: str | None = None
 
 
 @dataclass
@@ -58,6 +63,7 @@ class FakeHub:
     fault: called for each request; a status it returns is the answer, 0 breaks the connection.
     token: the only one that is known.   writable: whether it may write.   threshold: bytes from
     which a file is a large one; None: no file is, as the Xet protocol of those is not spoken here.
+    altered: bodies that files have instead of their own, by name.
     """
 
     def __init__(self, token: str = "hf_TESTTOKEN0123456789abcdef") -> None:
@@ -65,6 +71,7 @@ class FakeHub:
         self.threshold: int | None = LARGE
         self.repositories: dict[str, Repository] = {}
         self.large: dict[str, bytes] = {}
+        self.altered: dict[str, bytes] = {}
         self.requests: list[Request] = []
         self.fault: Fault = lambda request: None
         self.lock = threading.RLock()
@@ -97,6 +104,20 @@ class FakeHub:
         return sum(bool(re.search(pattern, f"{r.method} {r.path}")) for r in self.requests)
 
 
+def environment(hub: FakeHub, home: Path) -> dict[str, str]:
+    """Of a process whose client talks to a Hub and keeps its things at home."""
+    changes = {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
+    changes |= {"HF_HOME": str(home), "HF_TOKEN": hub.token, "OMP_NUM_THREADS": "1"}
+    return os.environ | changes
+
+
+def command(*arguments: object, env: dict[str, str]) -> subprocess.Popen:
+    """qsrt-pack, started."""
+    words = [sys.executable, "-m", "qsrt_pack", *map(str, arguments)]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(words, env=env, cwd=ROOT, text=True, **pipes)
+
+
 def commit_id(name: str, branch: str, number: int) -> str:
     return hashlib.sha1(f"{name} {branch} {number}".encode()).hexdigest()
 
@@ -118,7 +139,8 @@ class _Handler(BaseHTTPRequestHandler):
         authorization = self.headers.get("Authorization", "")
         token = authorization.removeprefix("Bearer ") or None
         with hub.lock:
-            request = Request(len(hub.requests) + 1, self.command, url.path, token)
+            wanted = self.headers.get("Range")
+            request = Request(len(hub.requests) + 1, self.command, url.path, token, wanted)
             hub.requests.append(request)
             status = hub.fault(request)
         if status == 0:
@@ -318,13 +340,15 @@ class _Handler(BaseHTTPRequestHandler):
             if self.hub.is_large(data, len(data))
             else blob_id(data)
         )
-        start, status = 0, 200
-        if match := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
+        data = self.hub.altered.get(file, data)
+        start, end, status = 0, len(data), 200
+        if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
             start, status = int(match[1]), 206
+            end = min(end, int(match[2]) + 1) if match[2] else end
         headers = {"ETag": f'"{etag}"', "X-Repo-Commit": found[0], "Accept-Ranges": "bytes"}
         if status == 206:
-            headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
-        self._answer(data[start:], status, headers)
+            headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
+        self._answer(data[start:end], status, headers)
 
 
 _NAME = r"([^/]+/[^/]+)"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-POINTS = 30
+POINTS = 20
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,12 @@ LAZY = {
     "qsrt_runtime.integrations.vllm",
     "qsrt_runtime.moe",
 }  # --help is quick; triton is not everywhere
-RUNTIME_OF_PACK = {"evaluate", "bench", "hub"}  # modules of qsrt_pack that may import all of it
+RUNTIME_OF_PACK = {
+    "evaluate",
+    "bench",
+    "hub",
+    "repository",
+}  # modules of qsrt_pack that may import all of it
 
 
 def _module(path: Path) -> str:

@@ -53,6 +53,7 @@ def test_wheel_holds_both_packages_the_schemas_and_nothing_else(wheel: Path) -> 
     schemas = {Path(n).name for n in names if n.startswith("qsrt_runtime/schemas/")}
     assert schemas == {path.name for path in (ROOT / "schemas").iterdir()}
     assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert "qsrt_pack/report/page.html" in names
     (entry_points,) = (name for name in names if name.endswith("entry_points.txt"))
     plugin = "[vllm.general_plugins]\nqsrt = qsrt_runtime.integrations.vllm:register\n"
     assert plugin in zipfile.ZipFile(wheel).read(entry_points).decode()
@@ -75,13 +76,23 @@ print(tuple(out.shape), bool(out.any()))
     assert _run(wheel, tmp_path, code, blocked, str(clean_package)) == "(1, 128) True\n"
 
 
-def test_missing_extra_is_named(wheel: Path, tmp_path: Path, clean_checkpoint: Path) -> None:
+@pytest.mark.parametrize(
+    ("command", "module", "extra"),
+    [
+        ("convert", "numba", "pack"),
+        ("report", "matplotlib", "report"),
+        ("report", "jinja2", "report"),
+    ],
+)
+def test_missing_extra_is_named(
+    wheel: Path, tmp_path: Path, clean_checkpoint: Path, command: str, module: str, extra: str
+) -> None:
     code = """
 import sys
 from click.testing import CliRunner
 from qsrt_pack.cli import main
-result = CliRunner().invoke(main, ["convert", sys.argv[1]])
+result = CliRunner().invoke(main, sys.argv[1:])
 print(result.exit_code, result.stderr.strip())
 """
-    found = _run(wheel, tmp_path, code, {"numba"}, str(clean_checkpoint))
-    assert found == "1 Error: numba is not installed; pip install 'qsrt[pack]'\n"
+    found = _run(wheel, tmp_path, code, {module}, command, str(clean_checkpoint))
+    assert found == f"1 Error: {module} is not installed; pip install 'qsrt[{extra}]'\n"

@@ -16,6 +16,7 @@ for command in (
     read.inspect_command,
     read.decode,
     measure.eval_command,
+    measure.report_command,
     publish.push_command,
     publish.pull_command,
 ):

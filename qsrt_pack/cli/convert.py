@@ -70,6 +70,12 @@ _log = logging.getLogger("qsrt_pack")
     type=LOCATION,
     help="A UTF-8 text, or the folder that `calibrate` made of one; a text's is OUT.calibration.",
 )
+@click.option(
+    "--drop-source",
+    is_flag=True,
+    help="Delete each shard of MODEL when all that is read of it is on disk; of a repository, what "
+    "was downloaded.",
+)
 @click.option("--dry-run", is_flag=True, help="Check and plan, write nothing.")
 @json_option
 @click.pass_obj
@@ -86,13 +92,14 @@ def convert(
     keep_dense_format: bool,
     devices: str,
     calibration: Path | None,
+    drop_source: bool,
     dry_run: bool,
     as_json: bool,
 ) -> None:
     """Convert a checkpoint into a package.
 
-    MODEL is a local Hugging Face checkpoint, or OWNER/NAME[@REVISION] on the Hub, which is
-    downloaded into its cache. OUT is the package's folder, by default MODEL-qsrt.
+    MODEL is a local Hugging Face checkpoint, or OWNER/NAME[@REVISION] on the Hub, of which shards
+    are downloaded as layers need them. OUT is the package's folder, by default MODEL-qsrt.
     Stopped by whatever, it leaves the finished layers in OUT.partial; the same command continues.
     Under torchrun, on one machine or on several with a shared file system, all processes encode.
 
@@ -101,6 +108,7 @@ def convert(
       qsrt-pack convert --calibration text.txt model model-qsrt
     """
     from qsrt_pack import job
+    from qsrt_pack.assist import assist
     from qsrt_pack.encode.expert import Settings
     from qsrt_pack.encode.viterbi import device_kind
     from qsrt_pack.memory import give_back_what_is_freed
@@ -118,21 +126,22 @@ def convert(
         if devices != "auto":
             raise click.UsageError("--search fast runs on the CPU; leave out --devices")
         found = find_devices("cpu")
-    model, out = _source_and_output(model, out)
+    whole = _whole_source(calibration, drop_source)
+    source, out = _source_and_output(model, out, whole=whole, show_progress=show_progress)
     kinds = {device_kind(device) for device in found}
     if len(kinds) > 1:
         raise click.UsageError(f"--devices: {devices} are of different kinds; take one kind")
     statistics = None
     if calibration is not None:
         options = {"device": found[0], "overwrite": overwrite, "show_progress": show_progress}
-        statistics = _statistics(model, out, calibration, dry_run=dry_run, **options)
+        statistics = _statistics(source, out, calibration, dry_run=dry_run, **options)
     digest = statistics and statistics.digest
     settings = Settings(seed, search, modes, hidden_side, *kinds, digest)
     found = rank_devices(found)
 
     def prepare() -> job.Job:
         prepared = job.prepare(
-            model,
+            source,
             out,
             settings,
             loader=loader,
@@ -140,6 +149,7 @@ def convert(
             overwrite=overwrite,
             devices=found,
             statistics=statistics,
+            drop_source=drop_source,
         )
         if as_json:
             print_json(prepared.plan)
@@ -155,7 +165,7 @@ def convert(
         return
     with joined_ranks() as ranks:
         if not ranks.is_first:
-            job.assist(model, settings, found, ranks, statistics)
+            assist(source, settings, found, ranks, statistics)
             return
         prepared = prepare()
         if prepared.complete:
@@ -165,13 +175,35 @@ def convert(
     _log.info("complete; check it with: qsrt-pack validate --deep %s", shlex.quote(str(out)))
 
 
-def _source_and_output(model: Path | str, out: Path | None) -> tuple[Path, Path]:
-    """The checkpoint's folder, downloaded if it is a repository's name, and the output's."""
+def _whole_source(calibration: Path | None, drop_source: bool) -> bool:
+    """Whether all shards must be there at once; a usage error where they are to be dropped."""
+    from qsrt_pack.statistics import DOCUMENT
+
+    ranks = os.environ.get("WORLD_SIZE", "1") != "1"
+    text = calibration is not None and calibration.name != DOCUMENT and not calibration.is_dir()
+    if drop_source and ranks:
+        raise click.UsageError("--drop-source runs in one process, not under torchrun")
+    if drop_source and text:
+        raise click.UsageError(
+            "--drop-source: calibrating with a text needs the whole checkpoint; run calibrate "
+            "first and give its folder to --calibration"
+        )
+    return ranks or text
+
+
+def _source_and_output(
+    model: Path | str, out: Path | None, *, whole: bool, show_progress: bool
+) -> tuple[Any, Path]:
+    """The checkpoint's folder, or its repository unless that is needed whole, and the output's."""
     if isinstance(model, str):
         from qsrt_pack.hub import checkpoint_folder
+        from qsrt_pack.repository import open_repository
 
         name = model.partition("@")[0].rpartition("/")[2]
-        return checkpoint_folder(model), out or Path.cwd() / f"{name}-qsrt"
+        out = out or Path.cwd() / f"{name}-qsrt"
+        if whole:
+            return checkpoint_folder(model), out
+        return open_repository(model, show_progress=show_progress), out
     if out is None and not model.name:
         raise click.UsageError("give OUT: the root folder has no name to derive it from")
     return model, out or model.with_name(model.name + "-qsrt")

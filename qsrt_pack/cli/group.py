@@ -12,6 +12,8 @@ import qsrt_runtime
 from qsrt_runtime.format.errors import FormatError
 
 _INSTALL = {  # what brings a module
+    "jinja2": "'qsrt[report]'",
+    "matplotlib": "'qsrt[report]'",
     "numba": "'qsrt[pack]'",
     "rich": "'qsrt[pack]'",
     "transformers": "'qsrt[eval]'",

@@ -5,9 +5,11 @@ unpickled.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -28,6 +30,8 @@ _NOT_CARRIED = re.compile(
     + r"|\.partial$|\.index\.json$|^config\.json$|^hf_quant_config\.json$|^README\.md$",
     re.IGNORECASE,
 )
+NOTHING: Mapping[str, Header] = MappingProxyType({})
+ReadHeader = Callable[[str], Header]  # of a shard by its name
 _PACKAGE_FILES = {MANIFEST, MARKER, CHECKSUMS}
 
 
@@ -38,7 +42,8 @@ class Checkpoint:
     tensors: name -> (shard, where it lies).   weights: what they decode to, by the names of an
     unquantized checkpoint.   shards: relative names.   carried: side files that
     a package copies.   left_out: files that are neither weights of this checkpoint nor carried;
-    hidden files and folders are not looked at.
+    hidden files and folders are not looked at.   shards_at: the folder of the shards, which need
+    not all be there at once.
     """
 
     path: Path
@@ -48,6 +53,7 @@ class Checkpoint:
     shards: tuple[str, ...]
     carried: tuple[str, ...]
     left_out: tuple[str, ...]
+    shards_at: Path
 
     @property
     def model_config(self) -> dict[str, Any]:
@@ -61,17 +67,32 @@ class Checkpoint:
 
     def path_of(self, weight: Weight) -> Path:
         """The shard in which a weight's codes are."""
-        return self.path / self.tensors[weight.parts["codes"]][0]
+        return self.shards_at / self.tensors[weight.parts["codes"]][0]
+
+    @property
+    def shard_bytes(self) -> dict[str, int]:
+        """The size of each shard; tensors cover one to its end."""
+        sizes = dict.fromkeys(self.shards, 0)
+        for shard, entry in self.tensors.values():
+            sizes[shard] = max(sizes[shard], entry.end)
+        return sizes
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Read config, index and shard headers of a local folder; FormatError on any doubt."""
+def open_checkpoint(
+    path: Path, elsewhere: Mapping[str, Header] = NOTHING, shards_at: Path | None = None
+) -> Checkpoint:
+    """Read config, index and shard headers of a local folder; FormatError on any doubt.
+
+    elsewhere: headers of shards that need not be in the folder.   shards_at: where shards are or
+    will be, by default the folder.
+    """
     if not path.is_dir():
         raise FormatError(
             f"{path} is not a folder; give a local checkpoint folder (download it first)"
         )
     path = path.resolve()
-    files = [n for n in paths.files_below(path) if not re.search(r"(^|/)\.", n)]
+    files = sorted({*paths.files_below(path), *elsewhere})
+    files = [n for n in files if not re.search(r"(^|/)\.", n)]
     tops = [name.split("/")[0] for name in files]
     found = [n for n in tops if n in _PACKAGE_FILES or n.startswith("qsrt-layer-")]
     if found:
@@ -83,7 +104,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not isinstance(config, dict):
         raise FormatError(f"{path / CONFIG} is a JSON {type(config).__name__}, not an object")
     schema.require_json(config, str(path / CONFIG))
-    tensors = _indexed(path) if INDEX in files else _without_index(path, files)
+    header = partial(_shard_header, path, elsewhere)
+    indexed = INDEX in files
+    tensors = _indexed(path, header) if indexed else _without_index(path, files, header)
     said = quantization.read_quantization(config, str(path / CONFIG))
     weights = find_weights(path, tensors, said)
     shards = tuple(sorted({shard for shard, _ in tensors.values()}))
@@ -93,14 +116,15 @@ def open_checkpoint(path: Path) -> Checkpoint:
         paths.relative_name(name, str(path))
         paths.regular_file(path / name, path)
     left_out = tuple(n for n in files if n not in own and _NOT_CARRIED.search(n))
-    return Checkpoint(path, config, tensors, weights, shards, carried, left_out)
+    place = shards_at or path
+    return Checkpoint(path, config, tensors, weights, shards, carried, left_out, place)
 
 
 def read_tensor(checkpoint: Checkpoint, name: str, index: int | None = None) -> torch.Tensor:
     """One tensor as stored, or one index of its leading axis, and nothing else of it."""
     shard, entry = checkpoint.tensors[name]
     part = entry if index is None else entry.at(index)
-    return tensorfile.read_tensor(checkpoint.path / shard, part)
+    return tensorfile.read_tensor(checkpoint.shards_at / shard, part)
 
 
 def read_weight(
@@ -111,30 +135,40 @@ def read_weight(
 ) -> torch.Tensor:
     """A weight by its logical name as float32, decoded; see formats.read_weight."""
     weight = checkpoint.weights[name]
-    return formats.read_weight(checkpoint.path, checkpoint.tensors, weight, index, device)
+    return formats.read_weight(checkpoint.shards_at, checkpoint.tensors, weight, index, device)
 
 
 def check_finite(checkpoint: Checkpoint, name: str, index: int | None = None) -> None:
     """Refuse a weight, or an index of a stack, with a NaN or an infinity, naming the first."""
     weight = checkpoint.weights[name]
-    formats.check_finite(checkpoint.path, checkpoint.tensors, weight, name, index)
+    formats.check_finite(checkpoint.shards_at, checkpoint.tensors, weight, name, index)
 
 
 def source_stamp(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
-    """Size, inode and times of config, index and shards: equal while nobody writes to them."""
+    """Size, inode and times of config, index and the shards that are there.
+
+    Equal while nobody writes to them.
+    """
     stamps = {}
     for name in _source_names(checkpoint):
-        stat = (checkpoint.path / name).stat()
-        stamps[name] = (stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns)
+        path = (checkpoint.shards_at if name in checkpoint.shards else checkpoint.path) / name
+        if path.exists():
+            stat = path.stat()
+            stamps[name] = (stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns)
     return stamps
 
 
 def digest_files(
-    checkpoint: Checkpoint, advance: Callable[[int], None] | None = None
+    checkpoint: Checkpoint,
+    advance: Callable[[int], None] | None = None,
+    known: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, str]:
-    """SHA-256 of config, index and shards by name: what `source_sha256` is taken over."""
-    names = _source_names(checkpoint)
-    return paths.sha256_files(checkpoint.path, names, advance)
+    """SHA-256 of config, index and shards by name: what `source_sha256` is taken over.
+
+    known: of shards that are not read for it.
+    """
+    names = [name for name in _source_names(checkpoint) if name not in known]
+    return paths.sha256_files(checkpoint.path, names, advance) | dict(known)
 
 
 def digest_small_files(checkpoint: Checkpoint, stated: dict[str, str]) -> dict[str, str]:
@@ -147,12 +181,19 @@ def digest_small_files(checkpoint: Checkpoint, stated: dict[str, str]) -> dict[s
     return digests | {name: paths.sha256_file(checkpoint.path / name) for name in small}
 
 
+def _shard_header(path: Path, elsewhere: Mapping[str, Header], shard: str) -> Header:
+    if shard in elsewhere:
+        return elsewhere[shard]
+    paths.regular_file(path / shard, path)
+    return read_header(path / shard)
+
+
 def _source_names(checkpoint: Checkpoint) -> list[str]:
     index = [INDEX] if (checkpoint.path / INDEX).exists() else []
     return sorted([CONFIG, *index, *checkpoint.shards])
 
 
-def _indexed(path: Path) -> dict[str, tuple[str, TensorEntry]]:
+def _indexed(path: Path, header: ReadHeader) -> dict[str, tuple[str, TensorEntry]]:
     where = path / INDEX
     paths.regular_file(where, path)
     value = schema.read(where)
@@ -163,12 +204,11 @@ def _indexed(path: Path) -> dict[str, tuple[str, TensorEntry]]:
     for tensor, shard in weight_map.items():
         paths.relative_name(shard, f"{where}: weight_map of {tensor}")
         if shard not in headers:
-            paths.regular_file(path / shard, path)
-            headers[shard] = read_header(path / shard)
+            headers[shard] = header(shard)
         if tensor not in headers[shard].tensors:
             raise FormatError(f"{where}: {shard} does not hold tensor {tensor}")
-    for shard, header in headers.items():
-        for tensor in header.tensors:
+    for shard, found in headers.items():
+        for tensor in found.tensors:
             if weight_map.get(tensor) != shard:
                 raise FormatError(
                     f"{path / shard} holds tensor {tensor}, which {INDEX} "
@@ -177,12 +217,13 @@ def _indexed(path: Path) -> dict[str, tuple[str, TensorEntry]]:
     return {tensor: (s, headers[s].tensors[tensor]) for tensor, s in weight_map.items()}
 
 
-def _without_index(path: Path, files: list[str]) -> dict[str, tuple[str, TensorEntry]]:
+def _without_index(
+    path: Path, files: list[str], header: ReadHeader
+) -> dict[str, tuple[str, TensorEntry]]:
     shards = [SINGLE] if SINGLE in files else _numbered_shards(path, files)
     tensors: dict[str, tuple[str, TensorEntry]] = {}
     for shard in shards:
-        paths.regular_file(path / shard, path)
-        for name, entry in read_header(path / shard).tensors.items():
+        for name, entry in header(shard).tensors.items():
             if name in tensors:
                 raise FormatError(f"{path}: {tensors[name][0]} and {shard} both hold tensor {name}")
             tensors[name] = (shard, entry)

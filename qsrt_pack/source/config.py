@@ -1,5 +1,6 @@
 """What config.json says of the routed experts: architecture, sizes, layers."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -67,6 +68,11 @@ class RoutedExperts:
     def blocks(self) -> list[tuple[str, int | None]]:
         """All that is read at once: tensors, or indices of stacks."""
         return list(dict.fromkeys(weight.block for *_, weight in self.weights()))
+
+    def layer_blocks(self, layer: int) -> list[tuple[str, int | None]]:
+        """The same of one layer."""
+        pairs = itertools.product(range(self.geometry.experts), MATRICES)
+        return list(dict.fromkeys(self.weight(layer, *pair).block for pair in pairs))
 
 
 def described_experts(config: dict[str, Any], where: str) -> RoutedExperts:

@@ -78,9 +78,9 @@ def layer_header(metadata: dict[str, str], geometry: Geometry) -> bytes:
     return tensorfile.header_bytes(metadata, tensorfile.layout(tensors))
 
 
-def layer_file_bytes(geometry: Geometry) -> int:
-    """Size of the layer file that we write, header included."""
-    metadata = layer_metadata(geometry, 0, geometry.experts, "0" * 64, "0" * 64)
+def layer_file_bytes(geometry: Geometry, layer: int) -> int:
+    """Size of the layer file that we write, header included, which states the layer's number."""
+    metadata = layer_metadata(geometry, layer, geometry.experts, "0" * 64, "0" * 64)
     return (
         len(layer_header(metadata, geometry))
         + align(geometry.experts)
@@ -120,7 +120,8 @@ class LayerWriter:
         self._partial = paths.partial_name(self.path)
         self._file = self._partial.open("wb")
         with paths.naming(self._partial):
-            self._file.truncate(layer_file_bytes(self.geometry))  # zeros where nothing is written
+            size = layer_file_bytes(self.geometry, self.layer)
+            self._file.truncate(size)  # zeros where nothing is written
         return self
 
     def write_expert(self, expert: int, coded: atom.Expert) -> None:

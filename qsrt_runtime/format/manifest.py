@@ -237,7 +237,8 @@ def _check_own_manifest(manifest: dict[str, Any], geometry: Geometry, where: str
         ),
     }
     for key, entry in manifest["layers"].items():
-        derived[f"layers.{key}.bytes"] = (entry["bytes"], container.layer_file_bytes(geometry))
+        size = container.layer_file_bytes(geometry, int(key))
+        derived[f"layers.{key}.bytes"] = (entry["bytes"], size)
         derived[f"layers.{key}.qsrt_atoms"] = (entry["qsrt_atoms"], layer_file_name(int(key)))
         derived[f"layers.{key}.evidence"] = (entry["evidence"], evidence_file_name(int(key)))
         for expert in entry["activation"]["experts"]:

@@ -84,7 +84,36 @@ def read_header(path: Path) -> Header:
     value = schema.parse(text, f"{path}: header")
     if not isinstance(value, dict):
         raise FormatError(f"{path}: the header is a JSON {type(value).__name__}, not an object")
-    return _header(path, value, 8 + length, size)
+    return parse_header(path, value, 8 + length, size)
+
+
+def parse_header(path: Path, value: dict[str, Any], start: int, size: int) -> Header:
+    """Check a header's JSON object as read_header does.
+
+    start: of the data, counted from the start of the file.   size: of the file, in bytes.
+    """
+    metadata = value.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise FormatError(f"{path}: __metadata__ is not an object of strings")
+    tensors = {name: _entry(path, name, entry, start) for name, entry in value.items()}
+    position = start
+    in_order = sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end))
+    for name, entry in in_order:
+        if entry.start != position:
+            what = "overlaps the one before" if entry.start < position else "leaves a gap before"
+            raise FormatError(
+                f"{path}: tensor {name} {what}: it starts at byte {entry.start - start} of the "
+                f"data, expected {position - start}"
+            )
+        position = entry.end
+    if position > size:
+        raise FormatError(
+            f"{path} is truncated: its tensors end at byte {position}, the file has {size} "
+            f"(tensor {in_order[-1][0]} is cut); copy it again"
+        )
+    if position < size:
+        raise FormatError(f"{path}: {size - position} bytes follow the last tensor")
+    return Header(path, metadata, dict(in_order))
 
 
 def layout(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> dict[str, dict[str, Any]]:
@@ -144,31 +173,6 @@ def _header_length(path: Path, start: bytes, size: int) -> int:
             "copy it again"
         )
     return length
-
-
-def _header(path: Path, value: dict[str, Any], start: int, size: int) -> Header:
-    metadata = value.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise FormatError(f"{path}: __metadata__ is not an object of strings")
-    tensors = {name: _entry(path, name, entry, start) for name, entry in value.items()}
-    position = start
-    in_order = sorted(tensors.items(), key=lambda item: (item[1].start, item[1].end))
-    for name, entry in in_order:
-        if entry.start != position:
-            what = "overlaps the one before" if entry.start < position else "leaves a gap before"
-            raise FormatError(
-                f"{path}: tensor {name} {what}: it starts at byte {entry.start - start} of the "
-                f"data, expected {position - start}"
-            )
-        position = entry.end
-    if position > size:
-        raise FormatError(
-            f"{path} is truncated: its tensors end at byte {position}, the file has {size} "
-            f"(tensor {in_order[-1][0]} is cut); copy it again"
-        )
-    if position < size:
-        raise FormatError(f"{path}: {size - position} bytes follow the last tensor")
-    return Header(path, metadata, dict(in_order))
 
 
 def _entry(path: Path, name: str, entry: Any, start: int) -> TensorEntry:

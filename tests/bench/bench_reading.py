@@ -1,11 +1,13 @@
 """Ways to bring the page cache to a GPU, against a copy from memory that is pinned already.
 
-    python tests/bench/bench_reading.py [--files 8]
+    python tests/bench/bench_reading.py [--files 8] [--warm whole|pieces|read]
 
 What qsrt_runtime.staging does, and what else could be done: it says what loading is held by.
 `threads`: Python threads with preadv. `aio`: glibc's POSIX asynchronous I/O, whose threads know
 no interpreter's lock. `mapped`: a copy out of a mapping by Python's threads; `parallel`: by
 torch's own, from one thread of Python. Each with the copies to the GPU and without. Prints medians.
+--warm: how the files came into the page cache, whose pages are larger or smaller for it: written
+whole or in pieces of 1 MiB, or read from start to end, as the check of a new package does.
 """
 
 import argparse
@@ -63,14 +65,28 @@ def pinned(size: int) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, pin_memory=DEVICE == "cuda")
 
 
+def write(path: Path, data: bytes, warm: str) -> None:
+    piece = SIZE if warm == "whole" else MIB
+    with path.open("wb", buffering=0) as file:
+        for start in range(0, SIZE, piece):
+            file.write(data[start : start + piece])
+        os.fsync(file.fileno())
+    if warm == "read":
+        with path.open("rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            while file.read(8 * MIB):
+                pass
+
+
 class Files:
     """Files whose bytes go to tensors of their size; the page cache is warm."""
 
-    def __init__(self, folder: Path, count: int) -> None:
+    def __init__(self, folder: Path, count: int, warm: str) -> None:
         data = os.urandom(SIZE)
         self.paths = [folder / str(i) for i in range(count)]
         for path in self.paths:
-            path.write_bytes(data)
+            write(path, data, warm)
         self.expected = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(DEVICE)
         self.targets = [torch.empty(SIZE, dtype=torch.uint8, device=DEVICE) for _ in self.paths]
         self.total = count * SIZE
@@ -212,9 +228,11 @@ def compare(files: Files) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--files", type=int, default=8)
+    parser.add_argument("--warm", choices=("whole", "pieces", "read"), default="whole")
+    arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
     try:
-        compare(Files(folder, parser.parse_args().files))
+        compare(Files(folder, arguments.files, arguments.warm))
     finally:
         shutil.rmtree(folder)
 

@@ -1,11 +1,15 @@
 """Fixtures of the packer's tests: a package of experts of all rate modes, from random words."""
 
 import hashlib
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import checkpoints
+import huggingface_hub.constants
 import pytest
 import torch
+from fakehub import FakeHub
 
 from qsrt_pack.assemble.layer import expert_evidence, layer_evidence
 from qsrt_pack.assemble.package import build_config, build_manifest
@@ -78,3 +82,19 @@ def mixed(tmp_path: Path) -> Path:
     (folder / manifests.INDEX).write_bytes(index)
     seal(folder)
     return folder
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    """A Hub that the client in this process talks to, and no waiting between tries."""
+    with FakeHub() as hub:
+        constants = huggingface_hub.constants
+        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(time, "sleep", lambda seconds: None)
+        monkeypatch.setenv("HF_TOKEN", hub.token)
+        yield hub

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import checkpoints
 import pytest
+import torch
 from checkpoints import config, write_checkpoint
 from click.testing import CliRunner, Result
 
@@ -22,7 +23,8 @@ from qsrt_pack.validate import validate
 from qsrt_runtime.format import schema
 from qsrt_runtime.format.errors import FormatError
 
-COMMANDS = ("calibrate", "convert", "validate", "inspect", "decode", "eval", "push", "pull")
+READING = ("validate", "inspect", "decode", "eval", "report")
+COMMANDS = ("calibrate", "convert", *READING, "push", "pull")
 ROOT = Path(__file__).parents[2]
 
 
@@ -133,6 +135,8 @@ def test_help_loads_no_command() -> None:
         ("eval", "p", "--reference", "r"),
         ("eval", "p", "--reference", "r", "--text", "t", "--window", "1"),
         ("eval", "p", "--reference", "r", "--text", "t", "--windows", "0"),
+        ("eval", "p", "--reference", "r", "--text", "t", "--device", "0,0"),
+        ("eval", "p", "--reference", "r", "--text", "t", "--max-kl", "-1"),
     ],
 )
 def test_wrong_usage_is_exit_code_2(arguments: tuple[str, ...]) -> None:
@@ -316,15 +320,27 @@ def test_eval_prints_its_report(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("qsrt_pack.evaluate.evaluate", evaluate)
     monkeypatch.setattr("qsrt_pack.evaluate.describe", lambda report: f"a {report['kind']}")
-    arguments = ("eval", "/p", "--reference", "/r", "--text", "/t")
+    arguments = ("eval", "/p", "--reference", "/r", "--text", "/t", "--device", "cpu")
     assert invoke("-q", *arguments).stdout == "a eval\n"
     result = invoke(*arguments, "--window", "5", "--windows", "3", "--json")
     assert json.loads(result.stdout) == {"kind": "eval"}
     places = (Path("/p"), Path("/r"), Path("/t"))
+    others = {"device": torch.device("cpu"), "cache": None, "against": (), "noise_floor": False}
     assert given == [
-        (places, {"window": None, "windows": None, "show_progress": False}),
-        (places, {"window": 5, "windows": 3, "show_progress": True}),
+        (places, others | {"window": None, "windows": None, "show_progress": False}),
+        (places, others | {"window": 5, "windows": 3, "show_progress": True}),
     ]
+
+
+@pytest.mark.parametrize(("limit", "code"), [("0.25", 0), ("0.2499", 1)])
+def test_eval_fails_above_a_mean_kl_and_still_prints(
+    monkeypatch: pytest.MonkeyPatch, limit: str, code: int
+) -> None:
+    monkeypatch.setattr("qsrt_pack.evaluate.evaluate", lambda *_, **__: {"kl_mean": 0.25})
+    arguments = ("eval", "/p", "--reference", "/r", "--text", "/t", "--json", "--max-kl", limit)
+    result = invoke(*arguments)
+    assert (result.exit_code, json.loads(result.stdout)) == (code, {"kl_mean": 0.25})
+    assert result.stderr == code * "Error: mean KL 0.25000 is above --max-kl 0.2499\n"
 
 
 @pytest.mark.usefixtures("no_probe")
@@ -345,7 +361,7 @@ def test_an_interrupt_leaves_nothing(clean_checkpoint: Path, tmp_path: Path) -> 
     with subprocess.Popen(
         arguments, stderr=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True
     ) as process:
-        partial = tmp_path / "out.partial"
+        partial = tmp_path / "out.partial" / "package"  # before it, the lock alone may stay
         deadline = time.monotonic() + 90
         while not partial.exists() and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)

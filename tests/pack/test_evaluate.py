@@ -22,7 +22,9 @@ from transformers import (
 
 from qsrt_pack import job, plan
 from qsrt_pack.encode.expert import Settings
-from qsrt_pack.evaluate import _Totals, describe, evaluate
+from qsrt_pack.evaluate import describe, evaluate, models
+from qsrt_pack.evaluate.scores import Totals, compare, histogram, interval, quantile
+from qsrt_pack.evaluate.tokens import read_windows
 from qsrt_pack.restore import decode_package
 from qsrt_pack.validate import validate
 from qsrt_runtime.format import schema
@@ -265,22 +267,290 @@ def test_a_damaged_package_is_not_evaluated(
         evaluate(copy, source, text, window=32, show_progress=False)
 
 
-@pytest.mark.parametrize("length", [2, 256, 257, 258, 600])
-def test_totals_do_not_depend_on_the_cut_into_rows(length: int) -> None:
+@pytest.mark.parametrize("chunk", [1, 9, 1000, 5000])
+def test_chunks_of_a_large_vocabulary_give_the_plain_formulas(chunk: int) -> None:
     generator = torch.Generator().manual_seed(0)
-    p, q = (torch.randn(length, 7, generator=generator) for _ in range(2))
-    tokens = torch.randint(7, (length,), generator=generator)
-    totals = _Totals()
-    totals.add(p, q, tokens)
-    found = totals.result()
-    kl = kl_div(log_softmax(q, -1), log_softmax(p, -1), log_target=True, reduction="none").sum(-1)
-    assert found["positions"] == length
-    assert found["kl_mean"] == pytest.approx(float(kl.mean()), rel=1e-5)
-    assert found["kl_max"] == pytest.approx(float(kl.max()), rel=1e-5)
-    assert found["top10_agreement"] == 1  # of all seven
-    for key, logits in (("reference_score", p), ("package_score", q)):
-        loss = float(cross_entropy(logits[:-1], tokens[1:]))
-        assert found[key]["cross_entropy"] == pytest.approx(loss, rel=1e-5)
+    p, q = (3 * torch.randn(6, 2503, generator=generator) for _ in range(2))
+    q = p + 0.3 * q
+    tokens = torch.randint(2503, (5,), generator=generator)
+    found = compare(p, q, tokens, chunk)
+    log_p, log_q = (log_softmax(x.double(), -1) for x in (p, q))
+    kl = kl_div(log_q, log_p, log_target=True, reduction="none").sum(-1)
+    torch.testing.assert_close(found.kl, kl, rtol=1e-10, atol=0)
+    top_p, top_q = (x.topk(10).indices.tolist() for x in (p, q))
+    same = [float(a[0] == b[0]) for a, b in zip(top_p, top_q, strict=True)]
+    shared = [len({*a} & {*b}) / 10 for a, b in zip(top_p, top_q, strict=True)]
+    assert found.top1.tolist() == same
+    assert found.top10.tolist() == pytest.approx(shared)
+    assert 0 < found.top10.mean() < 1
+    for nll, logits in ((found.reference_nll, p), (found.nll, q)):
+        loss = cross_entropy(logits[:5].double(), tokens, reduction="none")
+        torch.testing.assert_close(nll, loss, rtol=1e-10, atol=0)
+
+
+def test_totals_do_not_depend_on_the_cut_into_rows() -> None:
+    generator = torch.Generator().manual_seed(0)
+    p, q = (torch.randn(30, 7, generator=generator) for _ in range(2))
+    tokens = torch.randint(7, (30,), generator=generator)
+    figures = []
+    for step in (30, 29, 4):
+        totals = Totals()
+        cut = [slice(first, first + step) for first in range(0, 30, step)]
+        totals.add([compare(p[rows], q[rows], tokens[1:][rows]) for rows in cut])
+        figures.append(
+            (totals.figures(torch.zeros(1, dtype=torch.int64)), totals.reference_score())
+        )
+    assert figures[0][0]["top10_agreement"] == 1  # of all seven
+    assert figures[0][0]["kl_mean_interval"] is None  # of one document
+    for other, score in figures[1:]:
+        assert other["kl_mean"] == pytest.approx(figures[0][0]["kl_mean"])
+        assert other["score"] == pytest.approx(figures[0][0]["score"])
+        assert score == pytest.approx(figures[0][1])
+
+
+@pytest.mark.parametrize("share", [0, 0.25, 0.5, 0.99, 1])
+def test_a_quantile_is_torchs(share: float) -> None:
+    values = torch.rand(37, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    assert quantile(values.sort().values, share) == pytest.approx(float(values.quantile(share)))
+
+
+def test_the_interval_is_of_documents() -> None:
+    """Of means of n values it is about 1.96 deviations / sqrt(n) to both sides."""
+    generator = torch.Generator().manual_seed(2)
+    values = torch.rand(400, generator=generator)
+    kl = [value.expand(8) for value in values]
+    found = interval(kl, torch.arange(400))
+    half = 1.96 * float(values.std()) / 20
+    assert found["low"] == pytest.approx(float(values.mean()) - half, abs=0.15 * half)
+    assert found["high"] == pytest.approx(float(values.mean()) + half, abs=0.15 * half)
+    assert found == interval(kl, torch.arange(400))
+    wider = interval([v.expand(8) for v in values.sort().values], torch.arange(400) // 20)
+    assert wider["high"] - wider["low"] > 3 * (found["high"] - found["low"])
+
+
+def test_the_histogram_counts_every_position() -> None:
+    found = histogram(torch.tensor([0, 1e-9, 1.01e-6, 0.11, 0.12, 99.0, 1e5], dtype=torch.float64))
+    edges, counts = found["edges"], found["counts"]
+    assert (len(edges), sum(counts)) == (len(counts) + 1, 7)
+    assert (edges[0], edges[-1]) == (pytest.approx(1e-6), pytest.approx(100))
+    assert (counts[0], counts[-1]) == (3, 2)
+    (at,) = [i for i, e in enumerate(edges) if e == pytest.approx(0.1)]
+    assert counts[at] == 2
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The folders of the models that are loaded, in order."""
+    found: list[Path] = []
+    load = models.load
+
+    def see(model: models.Model, *arguments: object) -> object:
+        found.append(model.path)
+        return load(model, *arguments)
+
+    monkeypatch.setattr(models, "load", see)
+    return found
+
+
+def test_the_reference_runs_once_for_a_cache(
+    package_of_source: Path, source: Path, text: Path, report: dict, tmp_path: Path, loaded: list
+) -> None:
+    cache = tmp_path / "logits.safetensors"
+    given = {"window": 32, "cache": cache, "show_progress": False}
+    found = [evaluate(package_of_source, source, text, **given) for _ in range(2)]
+    assert loaded == [source, package_of_source, package_of_source]
+    for each in found:
+        assert {**each, "seconds": 0} == {**report, "seconds": 0}
+    logits, _ = logits_of(source, 32)
+    torch.testing.assert_close(load_file(cache)["logits"], logits)
+    assert [path.name for path in tmp_path.iterdir()] == ["logits.safetensors"]
+
+
+def test_a_cache_of_something_else_is_refused(
+    package_of_source: Path, source: Path, dense: Path, text: Path, tmp_path: Path, loaded: list
+) -> None:
+    cache = tmp_path / "logits.safetensors"
+    given = {"cache": cache, "show_progress": False}
+    evaluate(package_of_source, source, text, window=32, windows=2, **given)
+    before = cache.read_bytes()
+    del loaded[:]
+    for reference, window, key in (
+        (dense, 32, "reference_sha256"),
+        (source, 64, "tokens_sha256"),
+        (source, 16, "tokens_sha256"),
+    ):
+        with pytest.raises(FormatError, match=f"of another .*: {key} is .*; delete it"):
+            evaluate(package_of_source, reference, text, window=window, windows=2, **given)
+    cache.write_bytes(before[:-1])
+    with pytest.raises(FormatError, match=r"logits\.safetensors.*(truncated|ends|size)"):
+        evaluate(package_of_source, source, text, window=32, windows=2, **given)
+    save_file({"logits": torch.zeros(2, 32, 64)}, cache)
+    with pytest.raises(FormatError, match="of another format: schema is None"):
+        evaluate(package_of_source, source, text, window=32, windows=2, **given)
+    assert loaded == []
+
+
+def test_a_failed_reference_leaves_no_cache(
+    package_of_source: Path, source: Path, text: Path, tmp_path: Path
+) -> None:
+    broken = shutil.copytree(source, tmp_path / "model")
+    shard = broken / "model-00001-of-00002.safetensors"
+    weights = load_file(shard)
+    name = next(name for name in weights if "self_attn" in name)
+    weights[name] = torch.full_like(weights[name], torch.nan)
+    save_file(weights, shard, metadata={"format": "pt"})
+    (tmp_path / "cache").mkdir()
+    cache = tmp_path / "cache" / "logits"
+    with pytest.raises(FormatError, match="model: the model gives logits that are not finite"):
+        evaluate(package_of_source, broken, text, cache=cache, show_progress=False)
+    assert [*cache.parent.iterdir()] == []
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        cache = tmp_path / "nowhere" / "logits"
+        evaluate(package_of_source, source, text, cache=cache, show_progress=False)
+
+
+def test_a_full_disk_is_seen_before_anything_runs(
+    package_of_source: Path,
+    source: Path,
+    text: Path,
+    tmp_path: Path,
+    loaded: list,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**6, 0, 10**4))
+    cache = tmp_path / "logits"
+    with pytest.raises(FormatError, match=r"take 16,384 bytes, .* has 10,000 free; name another"):
+        evaluate(
+            package_of_source, source, text, window=32, windows=2, cache=cache, show_progress=False
+        )
+    assert loaded == []
+
+
+def test_others_stand_in_one_table(
+    package_of_source: Path, source: Path, dense: Path, text: Path, report: dict, loaded: list
+) -> None:
+    others = (dense, package_of_source, source)
+    found = evaluate(
+        package_of_source, source, text, window=32, against=others, show_progress=False
+    )
+    assert loaded == [source, package_of_source, *others]
+    decoded, again, itself = found["against"]
+    assert [item["name"] for item in found["against"]] == ["dense", "package", "model"]
+    assert [item["kind"] for item in found["against"]] == ["checkpoint", "package", "checkpoint"]
+    for key in ("kl_mean", "kl_p99", "kl_histogram", "stored_bytes", "bits_per_expert_weight"):
+        assert again[key] == found[key]
+    for key in ("kl_mean", "kl_p99", "top1_agreement"):
+        assert again[key] == report[key]
+        assert decoded[key] == pytest.approx(report[key], rel=1e-4)
+    assert again["score"] == report["package_score"]
+    assert (itself["kl_max"], itself["top1_agreement"]) == (0, 1)
+    assert itself["score"] == report["reference_score"]
+    assert (decoded["bits_per_expert_weight"], itself["bits_per_expert_weight"]) == (32, 16)
+    for item, folder in zip(found["against"], others, strict=True):
+        shards = [*folder.glob("*.safetensors")]
+        assert item["stored_bytes"] == sum(path.stat().st_size for path in shards)
+    *_, head, own, first, second, third = describe(found).splitlines()
+    assert head.split()[0] == "candidate"
+    assert len({len(line) for line in (head, own, first, second, third)}) == 1
+    assert [line.split()[0] for line in (own, first, third)] == ["package", "dense", "model"]
+    assert f"{decoded['kl_p99']:.5f}" in first and "32.0000" in first
+
+
+def test_another_of_another_vocabulary_is_refused(
+    package_of_source: Path, source: Path, text: Path, tmp_path: Path, loaded: list
+) -> None:
+    other = shutil.copytree(source, tmp_path / "other")
+    _edit_config(vocab_size=65)(other)
+    with pytest.raises(FormatError, match=r"model has a vocabulary of 64, .*other of 65"):
+        evaluate(package_of_source, source, text, against=[other], show_progress=False)
+    with pytest.raises(FormatError, match="none is not a folder"):
+        missing = [tmp_path / "none"]
+        evaluate(package_of_source, source, text, against=missing, show_progress=False)
+    assert loaded == []
+
+
+def test_the_noise_floor_is_the_reference_in_bfloat16(
+    package_of_source: Path, source: Path, text: Path, report: dict
+) -> None:
+    given = {"window": 32, "noise_floor": True, "show_progress": False}
+    found = evaluate(package_of_source, source, text, **given)
+    (p, ids), model = logits_of(source, 32), AutoModelForCausalLM.from_pretrained(source)
+    assert model.dtype == torch.bfloat16
+    with torch.inference_mode():
+        q = torch.cat([model.eval()(row[None]).logits for row in ids]).double()
+    p, q = log_softmax(p.double(), -1), log_softmax(q, -1)
+    kl = kl_div(q, p, log_target=True, reduction="none").sum(-1)
+    assert found["noise_floor"]["kl_mean"] == pytest.approx(float(kl.mean()), rel=1e-4)
+    assert 0 < found["noise_floor"]["kl_mean"] < 0.1 * found["kl_mean"]
+    assert report["noise_floor"] is None
+    assert "noise floor" in describe(found) and "noise floor" not in describe(report)
+
+
+def test_percentiles_interval_and_histogram_are_of_the_positions(
+    report: dict, source: Path, dense: Path
+) -> None:
+    (reference, _), (other, _) = logits_of(source, 32), logits_of(dense, 32)
+    p, q = (log_softmax(logits.double(), -1) for logits in (reference, other))
+    kl = kl_div(q, p, log_target=True, reduction="none").sum(-1)
+    for key, share in (("kl_median", 0.5), ("kl_p90", 0.9), ("kl_p99", 0.99)):
+        assert report[key] == pytest.approx(float(kl.quantile(share)), rel=1e-3)
+    assert sum(report["kl_histogram"]["counts"]) == report["positions"] == kl.numel()
+    found, half = report["kl_mean_interval"], 2 * float(kl.mean(1).std()) / len(kl) ** 0.5
+    assert report["documents"] == len(kl)
+    assert float(kl.mean()) - 1.5 * half < found["low"] < float(kl.mean())
+    assert float(kl.mean()) < found["high"] < float(kl.mean()) + 1.5 * half
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint16])
+def test_tokens_in_a_file_are_those_of_the_text(
+    package_of_source: Path,
+    source: Path,
+    text: Path,
+    report: dict,
+    tmp_path: Path,
+    dtype: torch.dtype,
+) -> None:
+    tokens = tmp_path / "tokens.safetensors"
+    ids = torch.tensor([ALPHABET.index(character) for character in TEXT])
+    save_file({"tokens": ids.to(dtype)}, tokens)
+    found = evaluate(package_of_source, source, tokens, window=32, show_progress=False)
+    assert found["text_sha256"] == hashlib.sha256(tokens.read_bytes()).hexdigest()
+    for key in ("kl_mean", "kl_p99", "documents", "positions", "package_score"):
+        assert found[key] == report[key]
+
+
+def test_rows_of_tokens_are_documents(tmp_path: Path) -> None:
+    path = tmp_path / "tokens.safetensors"
+    save_file({"tokens": torch.arange(21).view(3, 7)}, path)
+    found = read_windows(path, tmp_path, 21, None, 3, None)
+    assert found.tokens.tolist() == [
+        *([0, 1, 2], [3, 4, 5], [7, 8, 9], [10, 11, 12], [14, 15, 16], [17, 18, 19])
+    ]
+    assert found.documents.tolist() == [0, 0, 1, 1, 2, 2]
+    assert read_windows(path, tmp_path, 21, None, 3, 3).documents.tolist() == [0, 0, 1]
+    save_file({"tokens": torch.arange(21)}, path)
+    flat = read_windows(path, tmp_path, 21, None, 3, None)
+    assert (flat.tokens.tolist()[6], flat.documents.tolist()) == ([18, 19, 20], [*range(7)])
+    assert flat.digest != found.digest != read_windows(path, tmp_path, 21, None, 7, None).digest
+
+
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        ({"ids": torch.arange(9)}, "has no tensor 'tokens'"),
+        ({"tokens": torch.ones(9)}, r"tokens is F32 \[9\], expected one of I64, I32, U16"),
+        ({"tokens": torch.zeros(2, 2, 2, dtype=torch.int64)}, r"is I64 \[2, 2, 2\], expected"),
+        ({"tokens": torch.zeros(0, 9, dtype=torch.int64)}, r"is I64 \[0, 9\], expected"),
+        ({"tokens": torch.tensor([0, 63, 64])}, r"tokens\[2\] is 64, the vocabulary has 64"),
+        ({"tokens": torch.tensor([[0, 1], [-1, 0]])}, r"tokens\[1, 0\] is -1, the vocabulary"),
+        ({"tokens": torch.arange(9)}, "has 9 tokens, a window takes 10"),
+    ],
+)
+def test_files_of_tokens_that_do_not_do(tmp_path: Path, tensors: dict, said: str) -> None:
+    path = tmp_path / "tokens.safetensors"
+    save_file(tensors, path)
+    with pytest.raises(FormatError, match=said):
+        read_windows(path, tmp_path, 64, None, 10, None)
 
 
 def test_describe_is_a_table(report: dict) -> None:

@@ -2,13 +2,10 @@
 
 import json
 import logging
-import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import checkpoints
@@ -17,7 +14,7 @@ import packages
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from fakehub import FakeHub, Request
+from fakehub import FakeHub, Request, command, environment
 
 from qsrt_pack import evaluate
 from qsrt_pack.cli import main
@@ -33,7 +30,6 @@ from qsrt_runtime.hub import HubError, redacted
 
 NAME, MARKER = "me/packed", "QSRT_COMPLETE.json"
 FACTS = {"license_id": "apache-2.0", "base_model": "org/base", "show_progress": False}
-ROOT = Path(__file__).parents[2]
 
 
 def write(path: Path, layers: tuple[int, ...] = (0, 1), seed: int = 0) -> Path:
@@ -54,34 +50,6 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def pkg(good: Path, tmp_path: Path) -> Path:
     return shutil.copytree(good, tmp_path / "pkg")
-
-
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    """A Hub that the client in this process talks to, and no waiting between tries."""
-    with FakeHub() as hub:
-        constants = huggingface_hub.constants
-        template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(time, "sleep", lambda seconds: None)
-        monkeypatch.setenv("HF_TOKEN", hub.token)
-        yield hub
-
-
-def environment(hub: FakeHub, home: Path) -> dict[str, str]:
-    changes = {"HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0"}
-    changes |= {"HF_HOME": str(home), "HF_TOKEN": hub.token, "OMP_NUM_THREADS": "1"}
-    return os.environ | changes
-
-
-def command(*arguments: object, env: dict[str, str]) -> subprocess.Popen:
-    words = [sys.executable, "-m", "qsrt_pack", *map(str, arguments)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(words, env=env, cwd=ROOT, text=True, **pipes)
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -508,7 +476,7 @@ def _report(pkg: Path, **changes: object) -> dict:
     package = open_package(pkg)
     score = {"cross_entropy": 2.0, "perplexity": 7.389}
     value = {
-        "schema": "qsrt_report_v1",
+        "schema": "qsrt_report_v2",
         "kind": "eval",
         "package": "/home/somebody/private/pkg",
         "reference": "/home/somebody/private/model",
@@ -521,7 +489,12 @@ def _report(pkg: Path, **changes: object) -> dict:
         "versions": {"qsrt": "0.1.0", "torch": torch.__version__, "transformers": "5.0.0"},
         "positions": 1024,
         "kl_mean": 0.0421,
+        "kl_median": 0.012,
+        "kl_p90": 0.1,
+        "kl_p99": 0.51,
         "kl_max": 1.5,
+        "kl_mean_interval": {"low": 0.0398, "high": 0.0444},
+        "kl_histogram": {"edges": [0.01, 0.1, 1], "counts": [924, 100]},
         "top1_agreement": 0.91,
         "top10_agreement": 0.95,
         "reference_score": score,
@@ -530,6 +503,11 @@ def _report(pkg: Path, **changes: object) -> dict:
         "text_sha256": 64 * "0",
         "window": 512,
         "windows": 2,
+        "documents": 2,
+        "device": "cpu",
+        "stored_bytes": 437,
+        "noise_floor": None,
+        "against": [],
         "seconds": 1.0,
     }
     return value | changes
@@ -541,6 +519,8 @@ def test_a_report_is_published_without_paths(hub: FakeHub, pkg: Path, tmp_path: 
     digest = push(pkg, NAME, report=report, **FACTS)
     files = hub.repositories[NAME].files()
     assert b"| 7.3890 | 7.9510 |" in files["README.md"] and b"0.04210" in files["README.md"]
+    assert b"| 0.04210 (95 %: 0.03980 to 0.04440) |" in files["README.md"]
+    assert b"| 0.01200, 0.51000 |" in files["README.md"]
     assert json.loads(files["qsrt-eval.json"])["reference"] == "model"
     assert not any(b"somebody" in data for data in files.values())
     assert push(pkg, NAME, report=report, **FACTS) == digest  # the same command again
@@ -551,7 +531,8 @@ def test_a_report_is_published_without_paths(hub: FakeHub, pkg: Path, tmp_path: 
     ("changes", "message"),
     [
         ({"seal_sha256": 64 * "1"}, "seal_sha256 is 1111.*evaluate this package"),
-        ({"kind": "validate"}, "kind|required|unexpected"),
+        ({"kind": "validate", "schema": "qsrt_report_v1"}, "kind|required|unexpected"),
+        ({"schema": "qsrt_report_v1"}, r"schema: 'qsrt_report_v2' was expected, found 'qsrt_rep"),
         ({"kl_mean": "small"}, "kl_mean"),
     ],
 )

@@ -328,11 +328,15 @@ def test_calibrated_as_what_it_decodes_to(
 def test_compared_with_a_quantized_reference(
     fp8: Path, plain: Path, package: Path, text: Path
 ) -> None:
-    ours, theirs = (
-        evaluate(package, source, text, window=32, show_progress=False) for source in (fp8, plain)
-    )
+    given = {"window": 32, "against": [fp8], "show_progress": False}
+    ours, theirs = (evaluate(package, source, text, **given) for source in (fp8, plain))
     assert ours["reference_is_source"] and not theirs["reference_is_source"]
     assert 0 < ours["kl_mean"] == theirs["kl_mean"]
+    for report in (ours, theirs):
+        (other,) = report["against"]
+        assert (other["kl_max"], other["top10_agreement"]) == (0, 1)
+        # A float32 scale for 128 x 128.
+        assert other["bits_per_expert_weight"] == pytest.approx(8 + 32 / 128**2, abs=1e-3)
 
 
 def fp8_of_two_layers(folder: Path, weights: dict[str, torch.Tensor]) -> Path:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from checkpoints import edit_json
 
-from qsrt_pack import job, plan, produce
+from qsrt_pack import job, plan, produce, supply
 from qsrt_pack.encode.expert import Settings
 from qsrt_pack.restore import decode_package
 from qsrt_pack.validate import validate
@@ -139,7 +139,7 @@ def test_cv_7b_a_changed_shard_is_named(stopped: Path, checkpoint: Path, encoded
     assert f"source file {shard.name} was " in message
     assert "model-00001" not in message
     assert f"{stopped.parent / 'out.partial'} holds 1 finished layer(s)" in message
-    assert "delete that folder to start over" in message
+    assert message.endswith(f"to start over, delete {stopped.parent / 'out.partial'}")
     assert not hasattr(caught.value, "__notes__")
     assert contents(stopped.parent / "out.partial") == before
     assert encoded == []
@@ -193,7 +193,7 @@ def test_a_damaged_state_says_how_to_start_over(
 ) -> None:
     work = stopped.parent / "out.partial"
     (work / "state.json").write_text(text)
-    with pytest.raises(FormatError, match=f"state.json: .*; delete {work} to start over"):
+    with pytest.raises(FormatError, match=f"state.json: .*; to start over, delete {work}$"):
         job.prepare(clean_checkpoint, stopped, FAST)
     assert names(work) == ["lock", "package", "state.json"]
 
@@ -470,13 +470,13 @@ def test_many_changes_make_a_short_message(stopped: Path, clean_checkpoint: Path
 def test_a_source_that_changes_while_it_is_opened_is_refused(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = job.open_checkpoint
+    real = supply.open_checkpoint
 
-    def opened(path: Path) -> object:
-        found = real(path)
+    def opened(path: Path, *rest: object) -> object:
+        found = real(path, *rest)
         edit_json(checkpoint / "config.json", lambda v: v.update(rope_theta=5.0))
         return found
 
-    monkeypatch.setattr(job, "open_checkpoint", opened)
+    monkeypatch.setattr(supply, "open_checkpoint", opened)
     with pytest.raises(FormatError, match="changed since it was opened"):
         job.prepare(checkpoint, tmp_path / "out", FAST)

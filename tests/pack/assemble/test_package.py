@@ -29,7 +29,7 @@ def manifest(
     evidence = {
         layer: {
             "safetensors_file": manifests.layer_file_name(layer),
-            "safetensors_bytes": layer_file_bytes(geometry),
+            "safetensors_bytes": layer_file_bytes(geometry, layer),
             "safetensors_sha256": str(layer) * 64,
         }
         for layer in (3, 1)
@@ -67,7 +67,7 @@ def test_the_manifest_states_what_was_packed() -> None:
     assert value["base_model"] == {"manifest_sha256": BASE}
     assert value["layers"]["3"] == {
         "qsrt_atoms": "qsrt-layer-003.safetensors",
-        "bytes": layer_file_bytes(GEOMETRY),
+        "bytes": layer_file_bytes(GEOMETRY, 3),
         "sha256": "3" * 64,
         "expert_count": 4,
         "evidence": "qsrt-layer-003.json",

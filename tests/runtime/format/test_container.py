@@ -3,9 +3,10 @@ import json
 
 import pytest
 import torch
+from packages import write_package
 from safetensors.torch import load_file
 
-from qsrt_runtime.format import atom, container, slab, tensorfile
+from qsrt_runtime.format import atom, container, manifest, slab, tensorfile
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.geometry import Geometry, extent
 
@@ -89,7 +90,7 @@ def test_written_golden_layer(golden, facts, tmp_path, order):
     assert metadata_of(path) == metadata_of(golden_path)
     again = container.read_layer(path)
     assert torch.equal(again.atoms, layer.atoms)
-    assert writer.size == len(found) == container.layer_file_bytes(layer.geometry)
+    assert writer.size == len(found) == container.layer_file_bytes(layer.geometry, 5)
     assert writer.sha256 == hashlib.sha256(found).hexdigest()
 
 
@@ -97,7 +98,19 @@ def test_size_of_the_canonical_layer():
     geometry = Geometry(1024, 512, 256)
     metadata = container.layer_metadata(geometry, 3, 256, SOURCE, ENCODER)
     assert len(container.layer_header(metadata, geometry)) == 8 + 1040
-    assert container.layer_file_bytes(geometry) == 153_359_384
+    assert container.layer_file_bytes(geometry, 3) == 153_359_384
+
+
+@pytest.mark.parametrize("layer", [9, 10, 100])
+@pytest.mark.parametrize("sizes", [(384, 256, 2), (128, 256, 64)])  # slots with padding, without
+def test_a_layer_whose_number_makes_the_header_longer(tmp_path, sizes, layer):
+    geometry = Geometry(*sizes)
+    folder = write_package(tmp_path / "package", geometry, layers=(0, layer))
+    path = folder / manifest.layer_file_name(layer)
+    assert path.stat().st_size == container.layer_file_bytes(geometry, layer)
+    assert container.read_layer(path).layer == layer
+    is_longer = layer > 9
+    assert (container.layer_file_bytes(geometry, 0) < path.stat().st_size) == is_longer
 
 
 def test_a_thousand_experts_have_a_small_header():
