@@ -154,13 +154,16 @@ def prepare(
         checkpoint, experts, out, settings, loader, finished, devices, statistics, carried_as
     )
     left = leftover_bytes(out, layer_files(finished))
-    free, need = plan["free_disk_bytes"] + left, plan["bytes_to_write"]
+    readers = find_readers(checkpoint, experts)
+    meanwhile = supply.disk_bytes(readers)
+    free, need = plan["free_disk_bytes"] + left, plan["bytes_to_write"] + meanwhile
     if free < need and not complete:
-        raise FormatError(f"{out.parent} has {free:,} bytes free, {need:,} are to be written")
+        what = f", {meanwhile:,} of them of the source for a while" if meanwhile else ""
+        raise FormatError(f"{out.parent} has {free:,} bytes free, {need:,} are to be written{what}")
     return Job(
         supply,
         experts,
-        find_readers(checkpoint, experts),
+        readers,
         out,
         settings,
         loader,

@@ -1,5 +1,6 @@
 """A checkpoint on the Hub, of which headers are read, and shards fetched one at a time."""
 
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +13,14 @@ from huggingface_hub.utils import SafetensorsFileMetadata
 
 import qsrt_runtime
 from qsrt_pack.hub import is_same, literal, refused_files, remote_files, show_bars
+from qsrt_pack.source.checkpoint import SINGLE
 from qsrt_runtime.format import paths, schema
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.manifest import INDEX
 from qsrt_runtime.format.tensorfile import Header, parse_header
 from qsrt_runtime.hub import HubError, attempt
 
+_log = logging.getLogger(__name__)
 _AT_ONCE = 8  # requests for headers
 _SHARD = ".safetensors"
 
@@ -85,6 +88,7 @@ def open_repository(text: str, *, show_progress: bool = True) -> Repository:
     def read(shard: str) -> Header:
         return _read_header(api, name, commit, path / shard, shard, files[shard].size)
 
+    _log.info("%s is at commit %s; %s@%s stays with it", text, commit, name, commit)
     shards = _shards(path, files)
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         headers = dict(zip(shards, pool.map(read, shards), strict=True))
@@ -92,7 +96,9 @@ def open_repository(text: str, *, show_progress: bool = True) -> Repository:
 
 
 def _shards(path: Path, files: dict[str, RepoFile]) -> list[str]:
-    """Those that the index names, or where there is none, all at the top."""
+    """Those that the index names; where there is none, the single one, or all at the top."""
+    if INDEX not in files and SINGLE in files:
+        return [SINGLE]
     if INDEX not in files:
         return sorted(name for name in files if name.endswith(_SHARD) and "/" not in name)
     index = schema.read(path / INDEX)

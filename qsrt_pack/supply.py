@@ -81,6 +81,22 @@ class Supply:
         """Whether carried tensors are taken from slices: shards are removed, or some were."""
         return self._drop or bool(self.slices)
 
+    def disk_bytes(self, readers: "Readers") -> int:
+        """What removing shards takes on disk for a while, beyond what is there already.
+
+        What is kept of the shards, and those of a repository that are there at once.
+        """
+        if not self._drop:
+            return 0
+        carried = (self.checkpoint.tensors[name] for name in readers.carried)
+        kept = sum(entry.end - entry.start for shard, entry in carried if shard not in self.slices)
+        if self.repository is None:
+            return kept
+        files, folder = self.repository.files, self.checkpoint.shards_at
+        there = sum((folder / n).stat().st_size for n in files if (folder / n).is_file())
+        most = max(sum(files[n].size for n in shards) for shards in readers.at_once())
+        return kept + max(0, most - there)
+
     def check_unchanged(self) -> None:
         """Refuse a source that was written to since it was opened."""
         if source_stamp(self.checkpoint) != self._stamp:
@@ -211,6 +227,13 @@ class Readers:
 
     layers: dict[int, frozenset[str]]
     carried: frozenset[str]
+
+    def at_once(self) -> Iterator[set[str]]:
+        """For each layer the shards that are there while it is read: its own, and others' still."""
+        layers, brought = list(self.layers), set()
+        for number, layer in enumerate(layers):
+            brought |= self.layers[layer]
+            yield brought & self.needed(layers[number:])
 
     def needed(self, layers: Iterable[int]) -> set[str]:
         """The shards that some layers are read from."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 
 import checkpoints
 import pytest
@@ -20,6 +21,7 @@ from fakehub import FakeHub, Request, command, environment
 from qsrt_pack import job, plan, supply
 from qsrt_pack.cli import main
 from qsrt_pack.encode.expert import Settings
+from qsrt_pack.repository import open_repository
 from qsrt_runtime.format.errors import FormatError
 
 MODEL, LAYERS, EXPERTS, SHARDS = "org/model", 3, 2, 6
@@ -407,6 +409,39 @@ def test_one_conversion_at_a_time_removes_shards(folder: Path, tmp_path: Path) -
     ):
         job.run(prepared, show_progress=False)
     assert len(shards_of(folder)) == SHARDS and not (tmp_path / "out.partial").exists()
+
+
+def test_the_disk_must_hold_what_removing_takes(
+    hub: FakeHub, model: Path, folder: Path, tmp_path: Path
+) -> None:
+    hub.create(MODEL, **tree(model))
+    out = tmp_path / "out"
+    bytes_to_write = job.prepare(folder, out, FAST).plan["bytes_to_write"]
+    for source, most in ((folder, 0), (open_repository(MODEL, show_progress=False), 2)):
+        with pytest.MonkeyPatch.context() as patch:
+            usage = SimpleNamespace(free=bytes_to_write)
+            patch.setattr(plan.shutil, "disk_usage", lambda _path, usage=usage: usage)
+            job.prepare(source, out, FAST)
+            with pytest.raises(FormatError, match=r"[\d,]+ of them of the source for a while") as e:
+                job.prepare(source, out, FAST, drop_source=True)
+            words = str(e.value).replace(",", "").split()
+            meanwhile = int(words[words.index("of") - 1])
+            usage.free += meanwhile
+            job.prepare(source, out, FAST, drop_source=True)
+            usage.free -= 1
+            with pytest.raises(FormatError, match="for a while"):
+                job.prepare(source, out, FAST, drop_source=True)
+        assert meanwhile > most * min((model / shard(n)).stat().st_size for n in range(1, 7))
+
+
+def test_a_file_beside_the_single_shard_is_not_read(hub: FakeHub, tmp_path: Path) -> None:
+    model = checkpoints.write_checkpoint(tmp_path / "model", shards=1)
+    files = tree(model)
+    del files["model.safetensors.index.json"]
+    files["model.safetensors"] = files.pop("model-00001-of-00001.safetensors")
+    hub.create(MODEL, **files, **{"consolidated.safetensors": b"no header"})
+    done = convert(MODEL, tmp_path / "out", "--dry-run")
+    assert done.exit_code == 0, done.output
 
 
 def test_the_same_command_after_all_is_done(folder: Path, tmp_path: Path) -> None:
