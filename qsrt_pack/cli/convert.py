@@ -8,7 +8,14 @@ from typing import Any
 
 import click
 
-from qsrt_pack.cli.options import LOCATION, SOURCE, json_option, overwrite_option, print_json
+from qsrt_pack.cli.options import (
+    LOCATION,
+    SOURCE,
+    json_option,
+    one_device,
+    overwrite_option,
+    print_json,
+)
 
 _log = logging.getLogger("qsrt_pack")
 
@@ -289,14 +296,8 @@ def calibrate_command(
       qsrt-pack calibrate --text text.txt --out model.calibration model
     """
     from qsrt_pack.calibration import calibrate
-    from qsrt_pack.workers import find_devices
 
-    try:
-        found = find_devices(device)
-    except ValueError as error:
-        raise click.UsageError(f"--device: {error}") from None
-    if len(found) > 1:
-        raise click.UsageError(f"--device: {device} are several; give one")
+    found = one_device(device)
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise click.UsageError("calibrate runs in one process, not under torchrun")
     made = calibrate(
@@ -308,7 +309,7 @@ def calibrate_command(
         rows=rows,
         seed=seed,
         backward=backward,
-        device=found[0],
+        device=found,
         overwrite=overwrite,
         show_progress=show_progress,
     )

@@ -19,7 +19,6 @@ _INSTALL = {  # what brings a module
     "transformers": "'qsrt[eval]'",
     "triton": "triton",
 }
-_log = logging.getLogger("qsrt_pack")
 
 
 class _Group(click.Group):

@@ -1,10 +1,10 @@
-"""The commands that measure packages: eval."""
+"""The commands that say how good a package is: eval and report."""
 
 from pathlib import Path
 
 import click
 
-from qsrt_pack.cli.options import LOCATION, SOURCE, json_option, print_json
+from qsrt_pack.cli.options import LOCATION, SOURCE, json_option, one_device, print_json
 
 
 @click.command("eval")
@@ -64,21 +64,15 @@ def eval_command(
     """
     from qsrt_pack.evaluate import describe, evaluate
     from qsrt_pack.hub import checkpoint_folder, local_folder
-    from qsrt_pack.workers import find_devices
 
-    try:
-        found = find_devices(device)
-    except ValueError as error:
-        raise click.UsageError(f"--device: {error}") from None
-    if len(found) > 1:
-        raise click.UsageError(f"--device: {device} are several; give one")
+    found = one_device(device)
     report = evaluate(
         local_folder(package),
         checkpoint_folder(reference),
         text,
         window=window,
         windows=windows,
-        device=found[0],
+        device=found,
         cache=cache,
         against=against,
         noise_floor=noise_floor,

@@ -38,5 +38,18 @@ def overwrite_option(command: Callable) -> Callable:
     return click.option("--overwrite", is_flag=True, help="Replace what OUT holds, whole.")(command)
 
 
+def one_device(text: str) -> Any:
+    """The torch.device that --device names; UsageError where there is none, or several."""
+    from qsrt_pack.workers import find_devices
+
+    try:
+        found = find_devices(text)
+    except ValueError as error:
+        raise click.UsageError(f"--device: {error}") from None
+    if len(found) > 1:
+        raise click.UsageError(f"--device: {text} are several; give one")
+    return found[0]
+
+
 def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2, sort_keys=True))
