@@ -30,7 +30,7 @@ def moe_prefill(
 
     Arguments, errors and promises as moe_decode's. Some experts at a time are decoded to E4M3
     labels, in the workspace's scratch; their routes' rows are then multiplied by these. Besides
-    moe_decode's roundings, bfloat16 rows have their sums rounded to bfloat16 after each product.
+    moe_decode's roundings, bfloat16 rows have down's sums rounded to bfloat16.
     """
     check_arguments(x, layer, topk_ids, topk_weights, expert_map)
     check_call(x, layer, topk_ids, topk_weights, expert_map, workspace, out)

@@ -107,7 +107,8 @@ class PrefillWorkspace:
     inputs: the traits' that it has room for, see weights.Traits.
     rotated: [T, 2 T or 2 R; H], middle: [R, I], of the rows' type, tiles in fragment order, where
     R = T topk.
-    sums: [R max(2 I, H)], of gate and up, then of down; bfloat16 for bfloat16 rows, else float32.
+    sums: float32, of gate and up, [R, 2 I]; down_sums: the same memory, [R, H], bfloat16 for
+    bfloat16 rows, else float32.
     scratch: uint8, E4M3 labels of as many experts' matrices as it has room for.
     counts: [2], first_block: [E + 1], cursors: [E], block_experts: [blocks], order: [places], the
     routes by expert; int32, see ops.group.
@@ -122,6 +123,7 @@ class PrefillWorkspace:
     rotated: torch.Tensor
     middle: torch.Tensor
     sums: torch.Tensor
+    down_sums: torch.Tensor
     scratch: torch.Tensor
     counts: torch.Tensor
     first_block: torch.Tensor
@@ -156,11 +158,12 @@ def make_prefill_workspace(
     experts, one = geometry.experts, 2 * geometry.intermediate * geometry.hidden
     rows = {0: 2 * routes, 1: tokens, 2: 2 * tokens}[inputs]
     places = min(routes * MAX_BLOCK, routes + experts * (MAX_BLOCK - 1))  # for blocks of any size
-    sums = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    narrow = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
+    sums = empty(routes * max(2 * inner, hidden * narrow.itemsize // 4), dtype=torch.float32)
     return PrefillWorkspace(
         tokens=tokens,
         topk=topk,
@@ -169,7 +172,8 @@ def make_prefill_workspace(
         multiprocessors=_programs(device),
         rotated=empty(rows, hidden, dtype=dtype),
         middle=empty(routes, inner, dtype=dtype),
-        sums=empty(routes * max(2 * inner, hidden), dtype=sums),
+        sums=sums,
+        down_sums=sums.view(narrow),
         scratch=empty(max(one, min(scratch_bytes // 16 * 16, one * experts)), dtype=torch.uint8),
         counts=empty(2),
         first_block=empty(experts + 1),

@@ -110,7 +110,7 @@ KERNELS = {
     "activate_routes": (
         activate_routes_kernel,
         {"BETA": 4.0, "LINEAR_BETA": 25.0},
-        {"out": "*bf16", "slab": "*u8", "sums": "*bf16"},
+        {"out": "*bf16", "slab": "*u8", "sums": "*fp32"},
         4,
     ),
     "combine_routes": (combine_routes_kernel, {}, {"out": "*bf16", "sums": "*bf16"}, 4),

@@ -23,7 +23,7 @@ def combine_routes(
     """
     hidden, experts = layer.geometry.hidden, layer.geometry.experts
     combine_routes_kernel[(len(out), -(-hidden // 256))](
-        workspace.sums,
+        workspace.down_sums,
         layer.shared_scales[2],
         layer.activations if weights is None else weights,
         topk_ids,

@@ -36,7 +36,7 @@ def grouped_gemm(
         workspace.first_block,
         workspace.block_experts,
         workspace.order,
-        workspace.sums,
+        workspace.down_sums if down else workspace.sums,
         experts.start,
         experts.stop,
         matrix_rows,

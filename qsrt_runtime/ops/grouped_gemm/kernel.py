@@ -42,7 +42,7 @@ def grouped_gemm_kernel(
     GROUP: blocks that share a tile of weights, one after another, while it is in the cache.
     """
     wait_for_previous(PDL)
-    tiles: tl.constexpr = ROWS // WIDTH
+    tiles: tl.constexpr = (ROWS + WIDTH - 1) // WIDTH
     start = tl.load(first_block + first_expert)
     blocks = tl.load(first_block + end_expert) - start
     number = tl.program_id(0)
@@ -59,7 +59,8 @@ def grouped_gemm_kernel(
         channel = tile * WIDTH + tl.arange(0, WIDTH)
         depth = tl.arange(0, STEP)
         source = x + row.to(tl.int64)[:, None] * DEPTH + depth[None, :]
-        weight = weights + (expert.to(tl.int64) * ROWS + channel)[:, None] * (DEPTH // 4)
+        weight_row = expert.to(tl.int64) * ROWS + tl.minimum(channel, ROWS - 1)
+        weight = weights + weight_row[:, None] * (DEPTH // 4)
         weight += tl.arange(0, STEP // 4)[None, :]
         sums = tl.zeros((WIDTH, BLOCK), tl.float32)
         for at in tl.range(0, DEPTH, STEP, num_stages=STAGES):
