@@ -82,7 +82,7 @@ def _launch(
     if few:
         prepare(x, *routed, workspace, pdl)
     else:
-        group(x, *routed, workspace, PLACES, pdl)
+        group(x, *routed, workspace, PLACES, by_warps, pdl)
     gemm(workspace.rotated, *routed, workspace, divisor, up, down=False, pdl=pdl)
     activate(*routed, before, workspace, pdl)
     gemm(workspace.middle, *routed, workspace, 1, 0, down=True, pdl=pdl)

@@ -75,17 +75,17 @@ def _launch(
     divisor = 1 if layer.traits.inputs == 0 else topk
     up = 0 if layer.traits.inputs == 1 else tokens * topk // divisor  # rows from gate's to up's
     block, (by_warps, pdl) = block_size(layer, tokens * topk), ways(x.device)
-    group(x, layer, topk_ids, expert_map, workspace, block, pdl)
+    group(x, layer, topk_ids, expert_map, workspace, block, by_warps, pdl)
     for experts in _shares(layer, workspace, down=False):
         expand(layer, experts, workspace, down=False, by_warps=by_warps, pdl=pdl)
         routes = (layer, experts, workspace, divisor, up, block)
         grouped_gemm(workspace.rotated, *routes, down=False, pdl=pdl)
-    activate_routes(layer, topk_ids, expert_map, before, workspace, pdl)
+    activate_routes(layer, topk_ids, expert_map, before, workspace, by_warps, pdl)
     for experts in _shares(layer, workspace, down=True):
         expand(layer, experts, workspace, down=True, by_warps=by_warps, pdl=pdl)
         routes = (layer, experts, workspace, 1, 0, block)
         grouped_gemm(workspace.middle, *routes, down=True, pdl=pdl)
-    combine_routes(layer, topk_ids, expert_map, after, workspace, out, pdl)
+    combine_routes(layer, topk_ids, expert_map, after, workspace, out, by_warps, pdl)
 
 
 def _shares(layer: LayerWeights, workspace: PrefillWorkspace, *, down: bool) -> list[range]:

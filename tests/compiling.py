@@ -18,8 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.ops.activate.kernel import activate_kernel
 from qsrt_runtime.ops.activate_routes.kernel import activate_routes_kernel
+from qsrt_runtime.ops.activate_routes.warps import activate_routes_warps_kernel
 from qsrt_runtime.ops.combine.kernel import combine_kernel
 from qsrt_runtime.ops.combine_routes.kernel import combine_routes_kernel
+from qsrt_runtime.ops.combine_routes.warps import combine_routes_warps_kernel
 from qsrt_runtime.ops.expand.kernel import expand_kernel
 from qsrt_runtime.ops.expand.warps.kernel import expand_warps_kernel
 from qsrt_runtime.ops.expand.warps.ptx import group
@@ -77,7 +79,7 @@ KERNELS = {
         group_kernel,
         {
             **{"INPUTS": 2, "BLOCKS": 2, "EXPERTS": 64, "ROUTES": 4096, "BLOCK": 128},
-            **{"BY_WORD": False, "HAS_PLACES": True},
+            **{"BY_WORD": False, "HAS_PLACES": True, "WARPS": 0},
         },
         {},
         4,
@@ -111,6 +113,27 @@ KERNELS = {
         activate_routes_kernel,
         {"BETA": 4.0, "LINEAR_BETA": 25.0},
         {"out": "*bf16", "slab": "*u8", "sums": "*fp32"},
+        4,
+    ),
+    "group_warps": (
+        group_kernel,
+        {
+            **{"INPUTS": 2, "BLOCKS": 2, "EXPERTS": 64, "ROUTES": 4096, "BLOCK": 128},
+            **{"BY_WORD": True, "HAS_PLACES": False, "WARPS": 32},
+        },
+        {},
+        32,
+    ),
+    "activate_routes_warps": (
+        activate_routes_warps_kernel,
+        {"BETA": 4.0, "LINEAR_BETA": 25.0, "WARPS": 4},
+        {"out": "*bf16", "slab": "*u8", "sums": "*fp32"},
+        4,
+    ),
+    "combine_routes_warps": (
+        combine_routes_warps_kernel,
+        {"WARPS": 4},
+        {"out": "*bf16", "sums": "*bf16"},
         4,
     ),
     "combine_routes": (combine_routes_kernel, {}, {"out": "*bf16", "sums": "*bf16"}, 4),

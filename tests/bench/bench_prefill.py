@@ -66,19 +66,19 @@ def parts_us(layer: LayerWeights, topk: int, workspace: PrefillWorkspace, inputs
     moe_prefill(x, layer, ids, weights, workspace, out)
     options = {"by_warps": True, "pdl": False}
     calls = {
-        "group": lambda: group(x, layer, ids, None, workspace, block, False),
+        "group": lambda: group(x, layer, ids, None, workspace, block, True, False),
         f"expand gate, up of {len(experts)}": lambda: expand(
             layer, experts, workspace, down=False, **options
         ),
         "gate, up": lambda: grouped_gemm(
             workspace.rotated, layer, experts, workspace, topk, up, block, down=False, pdl=False
         ),
-        "activate": lambda: activate_routes(layer, ids, None, None, workspace, False),
+        "activate": lambda: activate_routes(layer, ids, None, None, workspace, True, False),
         "expand down": lambda: expand(layer, experts, workspace, down=True, **options),
         "down": lambda: grouped_gemm(
             workspace.middle, layer, experts, workspace, 1, 0, block, down=True, pdl=False
         ),
-        "combine": lambda: combine_routes(layer, ids, None, weights, workspace, out, False),
+        "combine": lambda: combine_routes(layer, ids, None, weights, workspace, out, True, False),
     }
     return ", ".join(f"{name} {graph_us([call] * 4, 7):.1f}" for name, call in calls.items())
 

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from qsrt_runtime.ops.kernel import expert_of, rotate_rows, wait_for_previous
+from qsrt_runtime.ops.warps.kernel import rotate_rows_by_warps
 
 
 @triton.jit
@@ -107,9 +108,11 @@ def group_kernel(
     BY_WORD: tl.constexpr,
     HAS_PLACES: tl.constexpr,
     HAS_MAP: tl.constexpr,
+    WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program 0 sorts the routes, each other one rotates BLOCKS Hadamard blocks of a row.
+    """Program 0 sorts the routes, each other one rotates BLOCKS Hadamard blocks of a row, or WARPS
+    of them by warps.
 
     first_block: [num_experts + 1], cursors: [num_experts], block_experts: [blocks], order:
     [blocks, BLOCK], -1 where empty; counts: [2], blocks, and ids that name no expert and are not
@@ -136,6 +139,26 @@ def group_kernel(
             BLOCK,
             HAS_PLACES,
             HAS_MAP,
+        )
+    elif WARPS:
+        rotate_rows_by_warps(
+            x,
+            scales,
+            ids,
+            expert_map,
+            rotated,
+            (program - 1) * WARPS,
+            num_rows,
+            num_ids,
+            num_experts,
+            HIDDEN,
+            SCALE_ROWS,
+            TOPK,
+            BY_ROUTE,
+            INPUTS,
+            HAS_MAP,
+            BY_WORD,
+            WARPS,
         )
     else:
         parts: tl.constexpr = (HIDDEN // 128 + BLOCKS - 1) // BLOCKS

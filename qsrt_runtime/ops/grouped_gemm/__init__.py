@@ -9,7 +9,10 @@ from qsrt_runtime.ops.launch import dependent
 from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import PrefillWorkspace
 
-PROGRAMS = 2  # of each multiprocessor
+
+def tiles(block: int) -> tuple[int, int, int]:
+    """A tile's rows of the weights, its stages and its programs on each multiprocessor."""
+    return (128, 5, 4) if block <= 16 else (256, 4, 2 if block < 128 else 1)
 
 
 def grouped_gemm(
@@ -30,7 +33,8 @@ def grouped_gemm(
     up matrix_rows further.   The scratch holds the experts' matrices.   block: routes of a block.
     """
     hidden, held = layer.geometry.hidden, 32 * len(layer.slots)
-    grouped_gemm_kernel[(PROGRAMS * workspace.multiprocessors,)](
+    width, stages, programs = tiles(block)
+    grouped_gemm_kernel[(programs * workspace.multiprocessors,)](
         rows,
         workspace.scratch.view(torch.int32),
         workspace.first_block,
@@ -45,13 +49,13 @@ def grouped_gemm(
         DIVISOR=divisor,
         DOWN=down,
         BLOCK=block,
-        WIDTH=128,
+        WIDTH=width,
         STEP=64,
         GROUP=8,
         **converts(rows.dtype),
-        STAGES=3,
+        STAGES=stages,
         PDL=pdl,
-        num_warps=8 if block > 32 else 4,
+        num_warps=width // 32,
         **dependent(pdl),
     )
 

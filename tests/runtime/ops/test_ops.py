@@ -100,7 +100,7 @@ def test_sorted_routes(name, dtype, tokens, block):
         made = make_prefill_workspace(GEOMETRY, TOPK, tokens, 1, dtype, device)
         workspace = guard(made)
         order = workspace.order
-    group(x, layer, ids, None, workspace, block, False)
+    group(x, layer, ids, None, workspace, block, False, False)
     first, block_experts, blocks = group_reference(ids.flatten().tolist(), 3, block)
     assert workspace.counts.tolist() == [len(blocks), 0]
     assert workspace.first_block.tolist() == first

@@ -1,0 +1,80 @@
+"""activate_routes by warps: a record of 128 channels of a route to a warp."""
+
+import triton
+import triton.language as tl
+
+from qsrt_runtime.ops.kernel import activate, expert_of, wait_for_previous
+from qsrt_runtime.ops.warps import ptx
+from qsrt_runtime.ops.warps.kernel import NORM, load_four, rotate_lanes, store_four
+
+_IN_PLACE = tl.constexpr(ptx.rotate(ptx.IN_PLACE))
+_TURNED_TO_WORDS = tl.constexpr(ptx.rotate(ptx.TURNED_TO_WORDS))
+
+
+@triton.jit(
+    do_not_specialize=["num_ids", "num_experts"],
+    do_not_specialize_on_alignment=["activations", "weights", "ids", "expert_map"],
+)
+def activate_routes_warps_kernel(
+    sums,
+    slab,
+    activations,
+    weights,
+    ids,
+    expert_map,
+    out,
+    num_ids,
+    num_experts,
+    HIDDEN: tl.constexpr,
+    BUNDLE: tl.constexpr,
+    SLOT_STRIDE: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BETA: tl.constexpr,
+    LINEAR_BETA: tl.constexpr,
+    WEIGH: tl.constexpr,
+    HAS_MAP: tl.constexpr,
+    WARPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """As activate_routes_kernel; WARPS records of one route."""
+    route = tl.program_id(0)
+    thread = tl.arange(0, 32 * WARPS)
+    record, lane = tl.program_id(1) * WARPS + (thread >> 5), thread & 31
+    there = record < 2 * PAIRS
+    pair, side = record >> 1, record & 1
+    wait_for_previous(PDL)
+    expert, _ = expert_of(ids, expert_map, route, True, num_ids, num_experts, HAS_MAP)
+    if expert < 0:
+        return
+    source = sums + route.to(tl.int64) * (PAIRS * 512) + pair * 512 + side * 128 + lane * 4
+    g0, g1, g2, g3 = load_four(source, there)
+    h0, h1, h2, h3 = load_four(source + 256, there)
+    turned = (lane << 1 & 31) | (lane >> 4)  # its four channels are 4 turned on
+    local = slab + expert.to(tl.int64) * BUNDLE + 36 * HIDDEN
+    local += (pair * 8 + (turned >> 2)).to(tl.int64) * SLOT_STRIDE
+    scales = local.to(tl.pointer_type(tl.float16)) + side * 16 + (turned & 3) * 4
+    s0, s1, s2, s3 = load_four(scales, there)
+    t0, t1, t2, t3 = load_four(scales + 32, there)
+    u0, u1, u2, u3 = load_four(scales + 64, there)
+    weight = NORM
+    if WEIGH:
+        weight *= tl.load(weights + route).to(tl.float32)
+    g0, g1, g2, g3 = rotate_lanes(g0, g1, g2, g3, lane, _IN_PLACE)
+    h0, h1, h2, h3 = rotate_lanes(h0, h1, h2, h3, lane, _IN_PLACE)
+    g0, g1, g2, g3 = g0 * s0 * weight, g1 * s1 * weight, g2 * s2 * weight, g3 * s3 * weight
+    h0, h1, h2, h3 = h0 * t0 * weight, h1 * t1 * weight, h2 * t2 * weight, h3 * t3 * weight
+    if tl.load(activations + expert) == 1:
+        g0 = activate(g0, h0, True, BETA, LINEAR_BETA)
+        g1 = activate(g1, h1, True, BETA, LINEAR_BETA)
+        g2 = activate(g2, h2, True, BETA, LINEAR_BETA)
+        g3 = activate(g3, h3, True, BETA, LINEAR_BETA)
+    else:
+        g0 = activate(g0, h0, False, BETA, LINEAR_BETA)
+        g1 = activate(g1, h1, False, BETA, LINEAR_BETA)
+        g2 = activate(g2, h2, False, BETA, LINEAR_BETA)
+        g3 = activate(g3, h3, False, BETA, LINEAR_BETA)
+    g0, g1, g2, g3 = g0 * u0 * NORM, g1 * u1 * NORM, g2 * u2 * NORM, g3 * u3 * NORM
+    g0, g1, g2, g3 = rotate_lanes(g0, g1, g2, g3, lane, _TURNED_TO_WORDS)
+    place = (lane & 1) * 8 + (lane >> 1 & 3) * 64 + (lane >> 3) * 16 + side * 4
+    target = out + route.to(tl.int64) * (256 * PAIRS) + pair * 256 + place
+    store_four(target, g0, g2, g1, g3, there)
