@@ -29,6 +29,7 @@ from qsrt_runtime.ops.expert_gemm.kernel import plain_kernel
 from qsrt_runtime.ops.fused.kernel import fused_kernel
 from qsrt_runtime.ops.fused.product import ptx
 from qsrt_runtime.ops.fused.product.kernel import product_kernel
+from qsrt_runtime.ops.fused.product.wide import wide_kernel
 from qsrt_runtime.ops.group.kernel import group_kernel
 from qsrt_runtime.ops.grouped_gemm.kernel import grouped_gemm_kernel
 from qsrt_runtime.ops.grouped_gemm.ptx import convert
@@ -59,6 +60,7 @@ COMMON = {
     "BY_ROUTE": True,
     "WEIGH": True,
     "PARTS": 2,
+    "PLACES": 8,
 }
 GEMM = {"TILES": 2, "STEPS": 16, "DIVISOR": 1, "DOWN": False}
 KERNELS = {
@@ -144,6 +146,15 @@ KERNELS = {
         {"out": "*fp32"},
         32,
     ),
+    "wide": (
+        wide_kernel,
+        {
+            **{"TILES": 2, "STEPS": 16, "DIVISOR": 8, "DOWN": False, "PLACES": 32},
+            **{"STEP2": ptx.wide_step(4, True, 2), "STEP4": ptx.wide_step(4, True, 4)},
+        },
+        {"out": "*fp32"},
+        32,
+    ),
     "fused": (
         fused_kernel,
         {
@@ -189,5 +200,7 @@ def compiled(name: str, capability: int) -> dict[str, object]:
 
 if __name__ == "__main__":
     for name in KERNELS:
-        for capability in (90,) if name in ("product", "fused", "expand_warps") else (80, 90):
+        for capability in (
+            (90,) if name in ("product", "wide", "fused", "expand_warps") else (80, 90)
+        ):
             sys.stdout.write(json.dumps(compiled(name, capability)) + "\n")

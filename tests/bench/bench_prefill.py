@@ -64,21 +64,20 @@ def parts_us(layer: LayerWeights, topk: int, workspace: PrefillWorkspace, inputs
     some = len(workspace.scratch) // (2 * layer.geometry.intermediate * layer.geometry.hidden)
     experts = range(min(some, layer.geometry.experts))
     moe_prefill(x, layer, ids, weights, workspace, out)
-    options = {"by_warps": True, "pdl": False}
     calls = {
         "group": lambda: group(x, layer, ids, None, workspace, block, True, False),
         f"expand gate, up of {len(experts)}": lambda: expand(
-            layer, experts, workspace, down=False, **options
+            layer, experts, workspace, down=False, by_warps=True
         ),
         "gate, up": lambda: grouped_gemm(
-            workspace.rotated, layer, experts, workspace, topk, up, block, down=False, pdl=False
+            workspace.rotated, layer, experts, workspace, topk, up, block, down=False
         ),
-        "activate": lambda: activate_routes(layer, ids, None, None, workspace, True, False),
-        "expand down": lambda: expand(layer, experts, workspace, down=True, **options),
+        "activate": lambda: activate_routes(layer, ids, None, None, workspace, True),
+        "expand down": lambda: expand(layer, experts, workspace, down=True, by_warps=True),
         "down": lambda: grouped_gemm(
-            workspace.middle, layer, experts, workspace, 1, 0, block, down=True, pdl=False
+            workspace.middle, layer, experts, workspace, 1, 0, block, down=True
         ),
-        "combine": lambda: combine_routes(layer, ids, None, weights, workspace, out, True, False),
+        "combine": lambda: combine_routes(layer, ids, None, weights, workspace, out, True),
     }
     return ", ".join(f"{name} {graph_us([call] * 4, 7):.1f}" for name, call in calls.items())
 

@@ -5,7 +5,6 @@ import torch
 from qsrt_runtime.format.manifest import SITU_BETA, SITU_LINEAR_BETA
 from qsrt_runtime.ops.activate_routes.kernel import activate_routes_kernel
 from qsrt_runtime.ops.activate_routes.warps import activate_routes_warps_kernel
-from qsrt_runtime.ops.launch import dependent
 from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import PrefillWorkspace
 
@@ -17,7 +16,6 @@ def activate_routes(
     weights: torch.Tensor | None,
     workspace: PrefillWorkspace,
     by_warps: bool,
-    pdl: bool,
 ) -> None:
     """Rotation, scales, activation, scales, rotation of the sums: rows for down.
 
@@ -48,8 +46,6 @@ def activate_routes(
         LINEAR_BETA=SITU_LINEAR_BETA,
         WEIGH=weights is not None,
         HAS_MAP=expert_map is not None,
-        PDL=pdl,
         num_warps=warps,
         **options,
-        **dependent(pdl),
     )

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from qsrt_runtime.ops.kernel import activate, expert_of, wait_for_previous
+from qsrt_runtime.ops.kernel import activate, expert_of
 from qsrt_runtime.ops.warps import ptx
 from qsrt_runtime.ops.warps.kernel import NORM, load_four, rotate_lanes, store_four
 
@@ -34,7 +34,6 @@ def activate_routes_warps_kernel(
     WEIGH: tl.constexpr,
     HAS_MAP: tl.constexpr,
     WARPS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """As activate_routes_kernel; WARPS records of one route."""
     route = tl.program_id(0)
@@ -42,13 +41,12 @@ def activate_routes_warps_kernel(
     record, lane = tl.program_id(1) * WARPS + (thread >> 5), thread & 31
     there = record < 2 * PAIRS
     pair, side = record >> 1, record & 1
-    wait_for_previous(PDL)
     expert, _ = expert_of(ids, expert_map, route, True, num_ids, num_experts, HAS_MAP)
+    source = sums + route.to(tl.int64) * (PAIRS * 512) + pair * 512 + side * 128 + lane * 4
+    g0, g1, g2, g3 = load_four(source, there)  # on their way while the expert is
+    h0, h1, h2, h3 = load_four(source + 256, there)
     if expert < 0:
         return
-    source = sums + route.to(tl.int64) * (PAIRS * 512) + pair * 512 + side * 128 + lane * 4
-    g0, g1, g2, g3 = load_four(source, there)
-    h0, h1, h2, h3 = load_four(source + 256, there)
     turned = (lane << 1 & 31) | (lane >> 4)  # its four channels are 4 turned on
     local = slab + expert.to(tl.int64) * BUNDLE + 36 * HIDDEN
     local += (pair * 8 + (turned >> 2)).to(tl.int64) * SLOT_STRIDE

@@ -4,7 +4,6 @@ import torch
 
 from qsrt_runtime.ops.combine_routes.kernel import combine_routes_kernel
 from qsrt_runtime.ops.combine_routes.warps import combine_routes_warps_kernel
-from qsrt_runtime.ops.launch import dependent
 from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import PrefillWorkspace
 
@@ -19,7 +18,6 @@ def combine_routes(
     workspace: PrefillWorkspace,
     out: torch.Tensor,
     by_warps: bool,
-    pdl: bool,
 ) -> None:
     """Sum each token's routes, rotate and scale.
 
@@ -52,8 +50,6 @@ def combine_routes(
         BY_ROUTE=layer.traits.inputs == 0,
         WEIGH=weights is not None,
         HAS_MAP=expert_map is not None,
-        PDL=pdl,
         num_warps=WARPS,
         **options,
-        **dependent(pdl),
     )

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from qsrt_runtime.ops.kernel import expert_of, wait_for_previous
+from qsrt_runtime.ops.kernel import expert_of
 from qsrt_runtime.ops.warps import ptx
 from qsrt_runtime.ops.warps.kernel import NORM, load_four, rotate_lanes
 
@@ -40,7 +40,6 @@ def combine_routes_warps_kernel(
     WEIGH: tl.constexpr,
     HAS_MAP: tl.constexpr,
     WARPS: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """As combine_routes_kernel; WARPS blocks of 128 channels, one token after another."""
     thread = tl.arange(0, 32 * WARPS)
@@ -49,7 +48,6 @@ def combine_routes_warps_kernel(
     is_token = token < num_tokens
     turned = (lane << 1 & 31) | (lane >> 4)  # its four channels once rotated are 4 turned on
     svh = scales + part * 128 + turned * 4
-    wait_for_previous(PDL)
     r0, r1, r2, r3 = lane * 0.0, lane * 0.0, lane * 0.0, lane * 0.0
     for choice in tl.range(0, TOPK, loop_unroll_factor=4):
         route = token * TOPK + choice

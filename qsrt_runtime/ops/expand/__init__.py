@@ -4,7 +4,7 @@ import torch
 
 from qsrt_runtime.ops.expand.kernel import expand_kernel
 from qsrt_runtime.ops.expand.warps import expand_warps
-from qsrt_runtime.ops.launch import dependent, labels
+from qsrt_runtime.ops.launch import labels
 from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import PrefillWorkspace
 
@@ -18,7 +18,6 @@ def expand(
     *,
     down: bool,
     by_warps: bool,
-    pdl: bool,
 ) -> None:
     """Gate and up, or down, of those experts of a range that have routes, to the scratch.
 
@@ -26,7 +25,7 @@ def expand(
     by_warps: see launching.ways.
     """
     if by_warps:
-        expand_warps(layer, experts, workspace, down=down, pdl=pdl)
+        expand_warps(layer, experts, workspace, down=down)
         return
     geometry, pairs = layer.geometry, len(layer.slots) // 8
     rows = geometry.hidden if down else 512 * pairs
@@ -49,7 +48,5 @@ def expand(
         DOWN=down,
         UNIFORM=layer.traits.uniform,
         WIDTH=WIDTH,
-        PDL=pdl,
         num_warps=4,
-        **dependent(pdl),
     )

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from qsrt_runtime.ops.kernel import COLUMNS, decode, in_fragment_order, wait_for_previous
+from qsrt_runtime.ops.kernel import COLUMNS, decode, in_fragment_order
 
 
 @triton.jit(
@@ -28,7 +28,6 @@ def expand_kernel(
     DOWN: tl.constexpr,
     UNIFORM: tl.constexpr,
     WIDTH: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """WIDTH rows and 64 columns of one expert that has routes.
 
@@ -36,7 +35,6 @@ def expand_kernel(
     and up together 512 for each physical pair (low then high record of either), of down the hidden
     channels.   labels: [3, 65536] uint8.
     """
-    wait_for_previous(PDL)
     local, step = tl.program_id(0), tl.program_id(2)
     expert = first_expert + local
     if tl.load(first_block + expert) == tl.load(first_block + expert + 1):

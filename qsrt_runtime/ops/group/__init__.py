@@ -25,7 +25,7 @@ def group(
     """Fill the workspace's map of routes and rotated rows.
 
     x: [T, H], topk_ids: [T, k], contiguous; a value that names no expert takes part in nothing,
-    and is counted unless it is -1.   block: routes of a block, PLACES for moe_decode's workspace.
+    and is counted unless it is -1.   block: routes of a block.
     Rows are in fragment order for moe_decode, in word order for moe_prefill.
     by_warps: see launching.ways.
     """

@@ -5,7 +5,6 @@ import torch
 from qsrt_runtime.ops.grouped_gemm import ptx
 from qsrt_runtime.ops.grouped_gemm.kernel import grouped_gemm_kernel
 from qsrt_runtime.ops.kernel import INTERPRETED
-from qsrt_runtime.ops.launch import dependent
 from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import PrefillWorkspace
 
@@ -25,7 +24,6 @@ def grouped_gemm(
     block: int,
     *,
     down: bool,
-    pdl: bool,
 ) -> None:
     """Sums of gate and up, or of down, of the routes of a range of experts, to the workspace.
 
@@ -54,9 +52,7 @@ def grouped_gemm(
         GROUP=8,
         **converts(rows.dtype),
         STAGES=stages,
-        PDL=pdl,
         num_warps=width // 32,
-        **dependent(pdl),
     )
 
 

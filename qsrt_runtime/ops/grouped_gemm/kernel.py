@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from qsrt_runtime.ops.kernel import label_values, wait_for_previous
+from qsrt_runtime.ops.kernel import label_values
 
 
 @triton.jit(do_not_specialize=["first_expert", "end_expert", "matrix_rows"])
@@ -30,7 +30,6 @@ def grouped_gemm_kernel(
     CONVERT2: tl.constexpr,
     CONVERT3: tl.constexpr,
     STAGES: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Tiles of BLOCK routes and WIDTH rows of the weights, program by program.
 
@@ -41,7 +40,6 @@ def grouped_gemm_kernel(
     from registers: no label passes through shared memory a second time.
     GROUP: blocks that share a tile of weights, one after another, while it is in the cache.
     """
-    wait_for_previous(PDL)
     tiles: tl.constexpr = (ROWS + WIDTH - 1) // WIDTH
     start = tl.load(first_block + first_expert)
     blocks = tl.load(first_block + end_expert) - start

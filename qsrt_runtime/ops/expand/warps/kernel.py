@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from qsrt_runtime.ops.expand.warps import ptx
-from qsrt_runtime.ops.kernel import STATES, low_bits, wait_for_previous
+from qsrt_runtime.ops.kernel import STATES, low_bits
 from qsrt_runtime.ops.warps.kernel import (
     await_labels,
     copy_labels,
@@ -128,7 +128,6 @@ def expand_warps_kernel(
     DOWN: tl.constexpr,
     UNIFORM: tl.constexpr,
     GROUP: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """As expand_kernel, of num_experts experts; one program on each multiprocessor.
 
@@ -136,7 +135,6 @@ def expand_warps_kernel(
     tiles stand in one line, of which each program takes an equal run.   GROUP: ptx.group.
     """
     copy_labels(labels, layer)
-    wait_for_previous(PDL)
     thread = tl.arange(0, 1024)
     strip, lane = thread >> 5, thread & 31
     group, quarter = lane >> 2, lane & 3
