@@ -16,7 +16,7 @@ from qsrt_runtime.ops.prepare import prepare
 from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import FEW_TOKENS, MANY_PLACES, PLACES, Workspace
 
-MANY_ROWS = 4
+MANY_ROWS = 6  # of an expert on average
 
 
 def moe_decode(

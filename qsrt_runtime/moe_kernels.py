@@ -15,7 +15,7 @@ from qsrt_runtime.workspace import (
     make_workspace,
 )
 
-FEW_ROWS = 4  # of an expert on average: decoded once or twice, without a pass to memory
+FEW_ROWS = 20  # of an expert on average, up to which decoding without a pass to memory is quicker
 
 
 def moe_forward_kernels(

@@ -74,17 +74,19 @@ def _launch(
     before, after = (topk_weights, None) if weight_on_input else (None, topk_weights)
     divisor = 1 if layer.traits.inputs == 0 else topk
     up = 0 if layer.traits.inputs == 1 else tokens * topk // divisor  # rows from gate's to up's
-    block, (by_warps, _) = block_size(layer, tokens * topk), ways(x.device)
+    block, (by_warps, beside) = block_size(layer, tokens * topk), ways(x.device)
     group(x, layer, topk_ids, expert_map, workspace, block, by_warps, pdl=False)
     for experts in _shares(layer, workspace, down=False):
         expand(layer, experts, workspace, down=False, by_warps=by_warps)
         routes = (layer, experts, workspace, divisor, up, block)
         grouped_gemm(workspace.rotated, *routes, down=False)
-    activate_routes(layer, topk_ids, expert_map, before, workspace, by_warps)
     for experts in _shares(layer, workspace, down=True):
-        expand(layer, experts, workspace, down=True, by_warps=by_warps)
-        routes = (layer, experts, workspace, 1, 0, block)
-        grouped_gemm(workspace.middle, *routes, down=True)
+        is_first = experts.start == 0
+        options = {"by_warps": by_warps, "beside": by_warps and beside and is_first}
+        expand(layer, experts, workspace, down=True, **options)
+        if is_first:
+            activate_routes(layer, topk_ids, expert_map, before, workspace, **options)
+        grouped_gemm(workspace.middle, layer, experts, workspace, 1, 0, block, down=True)
     combine_routes(layer, topk_ids, expert_map, after, workspace, out, by_warps)
 
 

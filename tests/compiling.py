@@ -97,6 +97,7 @@ KERNELS = {
         {
             **{"ROWS": 1024, "TILES": 2, "STEPS": 16, "DOWN": False, "UNIFORM": False},
             "GROUP": group(4),
+            "BESIDE": True,
         },
         {"labels": "*u8", "out": "*u8"},
         32,
@@ -128,7 +129,7 @@ KERNELS = {
     ),
     "activate_routes_warps": (
         activate_routes_warps_kernel,
-        {"BETA": 4.0, "LINEAR_BETA": 25.0, "WARPS": 4},
+        {"BETA": 4.0, "LINEAR_BETA": 25.0, "WARPS": 4, "BESIDE": False},
         {"out": "*bf16", "slab": "*u8", "sums": "*fp32"},
         4,
     ),

@@ -72,7 +72,7 @@ def parts_us(layer: LayerWeights, topk: int, workspace: PrefillWorkspace, inputs
         "gate, up": lambda: grouped_gemm(
             workspace.rotated, layer, experts, workspace, topk, up, block, down=False
         ),
-        "activate": lambda: activate_routes(layer, ids, None, None, workspace, True),
+        "activate": lambda: activate_routes(layer, ids, None, None, workspace, True, False),
         "expand down": lambda: expand(layer, experts, workspace, down=True, by_warps=True),
         "down": lambda: grouped_gemm(
             workspace.middle, layer, experts, workspace, 1, 0, block, down=True

@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from qsrt_runtime.ops.kernel import activate, expert_of
 from qsrt_runtime.ops.warps import ptx
@@ -34,8 +35,19 @@ def activate_routes_warps_kernel(
     WEIGH: tl.constexpr,
     HAS_MAP: tl.constexpr,
     WARPS: tl.constexpr,
+    BESIDE: tl.constexpr,
 ):
-    """As activate_routes_kernel; WARPS records of one route."""
+    """As activate_routes_kernel; WARPS records of one route.
+
+    BESIDE: it runs beside the launch before, whose results it does not need; the last program ends
+    after that one, so that the next launch comes after both.
+    """
+    if BESIDE:
+        last = (tl.program_id(0) == tl.num_programs(0) - 1) & (
+            tl.program_id(1) == tl.num_programs(1) - 1
+        )
+        if last:
+            cuda.gdc_wait()
     route = tl.program_id(0)
     thread = tl.arange(0, 32 * WARPS)
     record, lane = tl.program_id(1) * WARPS + (thread >> 5), thread & 31

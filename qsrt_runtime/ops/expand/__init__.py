@@ -18,14 +18,15 @@ def expand(
     *,
     down: bool,
     by_warps: bool,
+    beside: bool = False,
 ) -> None:
     """Gate and up, or down, of those experts of a range that have routes, to the scratch.
 
     The scratch has them as [experts, 2 I held, H], or [experts, H, I held].
-    by_warps: see launching.ways.
+    by_warps: see launching.ways.   beside: the next launch runs beside this one, by warps.
     """
     if by_warps:
-        expand_warps(layer, experts, workspace, down=down)
+        expand_warps(layer, experts, workspace, down=down, beside=beside)
         return
     geometry, pairs = layer.geometry, len(layer.slots) // 8
     rows = geometry.hidden if down else 512 * pairs

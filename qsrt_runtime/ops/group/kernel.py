@@ -28,7 +28,8 @@ def _sort_routes(
 ):
     """Count each expert's routes, give it whole blocks of BLOCK places, and fill them.
 
-    Places within an expert are taken in any order: a route's results do not depend on it.
+    An expert's routes stand in any order, or where HAS_PLACES in their own: then a route's results
+    may depend on its block.
     """
     expert = tl.arange(0, EXPERTS)
     is_expert = expert < num_experts
@@ -71,9 +72,31 @@ def _sort_routes(
         has_expert = mask & (found >= 0)
         place = tl.atomic_add(cursors + found, 1, mask=has_expert, sem="relaxed")
         tl.store(order + place, route, mask=has_expert)
-        if HAS_PLACES:
-            tl.store(places + route, tl.where(has_expert, place, -1), mask=mask)
         start += ROUTES
+    if HAS_PLACES:
+        tl.debug_barrier()
+        start = 0
+        while start < num_routes:  # each route's rank among its expert's
+            route = start + tl.arange(0, ROUTES)
+            mask = route < num_routes
+            found, _ = expert_of(ids, expert_map, route, mask, num_ids, num_experts, HAS_MAP)
+            has_expert = mask & (found >= 0)
+            base = tl.load(first_block + found, mask=has_expert, other=0) * BLOCK
+            end = tl.load(cursors + found, mask=has_expert, other=0)
+            place, number, most = base, 0, tl.max(end - base, 0)
+            while number < most:
+                other = tl.load(order + base + number, mask=base + number < end, other=num_routes)
+                place += (other < route).to(tl.int32)
+                number += 1
+            tl.store(places + route, tl.where(has_expert, place, -1), mask=mask)
+            start += ROUTES
+        tl.debug_barrier()
+        start = 0
+        while start < num_routes:
+            route = start + tl.arange(0, ROUTES)
+            place = tl.load(places + route, mask=route < num_routes, other=-1)
+            tl.store(order + place, route, mask=place >= 0)
+            start += ROUTES
 
 
 @triton.jit(

@@ -68,8 +68,10 @@ def grouped_gemm_kernel(
             l1 = label_values(words, 1, x.dtype.element_ty, CONVERT1)
             l2 = label_values(words, 2, x.dtype.element_ty, CONVERT2)
             l3 = label_values(words, 3, x.dtype.element_ty, CONVERT3)
-            labels = tl.permute(tl.join(tl.join(l0, l2), tl.join(l1, l3)), (0, 2, 3, 1))
-            sums = tl.dot(tl.reshape(labels, (WIDTH, STEP)), tl.trans(rows), sums)
+            labels = tl.join(tl.join(l0, l2), tl.join(l1, l3))
+            labels = tl.reshape(labels, (WIDTH, STEP // 64, 16, 2, 2))
+            labels = tl.reshape(tl.permute(labels, (0, 1, 3, 4, 2)), (WIDTH, STEP))
+            sums = tl.dot(labels, tl.trans(rows), sums)
         target = out + route.to(tl.int64)[:, None] * ROWS + channel[None, :]
         there = (route >= 0)[:, None] & (channel < ROWS)[None, :]
         tl.store(target, tl.trans(sums).to(out.dtype.element_ty), mask=there)

@@ -16,7 +16,7 @@ ARITHMETIC = 4  # of a lane's 16 pairs
 
 
 def expand_warps(
-    layer: LayerWeights, experts: range, workspace: PrefillWorkspace, *, down: bool
+    layer: LayerWeights, experts: range, workspace: PrefillWorkspace, *, down: bool, beside: bool
 ) -> None:
     """As expand, on GPUs whose multiprocessors have 227 KB to share."""
     geometry, pairs = layer.geometry, len(layer.slots) // 8
@@ -41,6 +41,7 @@ def expand_warps(
         DOWN=down,
         UNIFORM=layer.traits.uniform,
         GROUP=group(ARITHMETIC),
+        BESIDE=beside,
         num_warps=32,
     )
     check_shared(compiled.metadata.shared, SHARED_BYTES)

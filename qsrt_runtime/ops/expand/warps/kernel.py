@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from qsrt_runtime.ops.expand.warps import ptx
 from qsrt_runtime.ops.kernel import STATES, low_bits
@@ -128,12 +129,16 @@ def expand_warps_kernel(
     DOWN: tl.constexpr,
     UNIFORM: tl.constexpr,
     GROUP: tl.constexpr,
+    BESIDE: tl.constexpr,
 ):
     """As expand_kernel, of num_experts experts; one program on each multiprocessor.
 
     An expert's rows are TILES tiles of 512, 32 strips; a step is 64 columns. All steps of all
-    tiles stand in one line, of which each program takes an equal run.   GROUP: ptx.group.
+    tiles stand in one line, of which each program takes an equal run.   BESIDE: the next launch may
+    run beside this one.   GROUP: ptx.group.
     """
+    if BESIDE:
+        cuda.gdc_launch_dependents()
     copy_labels(labels, layer)
     thread = tl.arange(0, 1024)
     strip, lane = thread >> 5, thread & 31
