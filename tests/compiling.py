@@ -106,7 +106,7 @@ KERNELS = {
         grouped_gemm_kernel,
         {
             **{"ROWS": 1024, "DEPTH": 1024, "DIVISOR": 8, "DOWN": False, "BLOCK": 128},
-            **{"WIDTH": 128, "STEP": 64, "GROUP": 8, "STAGES": 3},
+            **{"WIDTH": 256, "GROUP": 8, "STAGES": 4},
             **{f"CONVERT{i}": convert(i, torch.bfloat16) for i in range(4)},
         },
         {"out": "*bf16", "weights": "*i32"},

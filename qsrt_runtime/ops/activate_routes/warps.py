@@ -6,7 +6,7 @@ from triton.language.extra import cuda
 
 from qsrt_runtime.ops.kernel import activate, expert_of
 from qsrt_runtime.ops.warps import ptx
-from qsrt_runtime.ops.warps.kernel import NORM, load_four, rotate_lanes, store_four
+from qsrt_runtime.ops.warps.kernel import lane_signs, load_four, rotate_lanes, store_four, turn
 
 _IN_PLACE = tl.constexpr(ptx.rotate(ptx.IN_PLACE))
 _TURNED_TO_WORDS = tl.constexpr(ptx.rotate(ptx.TURNED_TO_WORDS))
@@ -59,20 +59,22 @@ def activate_routes_warps_kernel(
     h0, h1, h2, h3 = load_four(source + 256, there)
     if expert < 0:
         return
-    turned = (lane << 1 & 31) | (lane >> 4)  # its four channels are 4 turned on
+    turned = turn(lane)  # its four channels, once rotated, are 4 turned on
     local = slab + expert.to(tl.int64) * BUNDLE + 36 * HIDDEN
     local += (pair * 8 + (turned >> 2)).to(tl.int64) * SLOT_STRIDE
     scales = local.to(tl.pointer_type(tl.float16)) + side * 16 + (turned & 3) * 4
     s0, s1, s2, s3 = load_four(scales, there)
     t0, t1, t2, t3 = load_four(scales + 32, there)
     u0, u1, u2, u3 = load_four(scales + 64, there)
-    weight = NORM
+    even, odd = lane_signs(lane, 15, 3)
     if WEIGH:
-        weight *= tl.load(weights + route).to(tl.float32)
+        weight = tl.load(weights + route).to(tl.float32)
+        even *= weight
+        odd *= weight
     g0, g1, g2, g3 = rotate_lanes(g0, g1, g2, g3, lane, _IN_PLACE)
     h0, h1, h2, h3 = rotate_lanes(h0, h1, h2, h3, lane, _IN_PLACE)
-    g0, g1, g2, g3 = g0 * s0 * weight, g1 * s1 * weight, g2 * s2 * weight, g3 * s3 * weight
-    h0, h1, h2, h3 = h0 * t0 * weight, h1 * t1 * weight, h2 * t2 * weight, h3 * t3 * weight
+    g0, g1, g2, g3 = g0 * s0 * even, g1 * s1 * odd, g2 * s2 * even, g3 * s3 * odd
+    h0, h1, h2, h3 = h0 * t0 * even, h1 * t1 * odd, h2 * t2 * even, h3 * t3 * odd
     if tl.load(activations + expert) == 1:
         g0 = activate(g0, h0, True, BETA, LINEAR_BETA)
         g1 = activate(g1, h1, True, BETA, LINEAR_BETA)
@@ -83,8 +85,9 @@ def activate_routes_warps_kernel(
         g1 = activate(g1, h1, False, BETA, LINEAR_BETA)
         g2 = activate(g2, h2, False, BETA, LINEAR_BETA)
         g3 = activate(g3, h3, False, BETA, LINEAR_BETA)
-    g0, g1, g2, g3 = g0 * u0 * NORM, g1 * u1 * NORM, g2 * u2 * NORM, g3 * u3 * NORM
+    g0, g1, g2, g3 = g0 * u0, g1 * u1, g2 * u2, g3 * u3
     g0, g1, g2, g3 = rotate_lanes(g0, g1, g2, g3, lane, _TURNED_TO_WORDS)
     place = (lane & 1) * 8 + (lane >> 1 & 3) * 64 + (lane >> 3) * 16 + side * 4
     target = out + route.to(tl.int64) * (256 * PAIRS) + pair * 256 + place
-    store_four(target, g0, g2, g1, g3, there)
+    even, odd = lane_signs(lane, 15, 4)
+    store_four(target, g0 * even, g2 * even, g1 * odd, g3 * odd, there)

@@ -5,17 +5,17 @@ import triton.language as tl
 
 from qsrt_runtime.ops.kernel import expert_of
 from qsrt_runtime.ops.warps import ptx
-from qsrt_runtime.ops.warps.kernel import NORM, load_four, rotate_lanes
+from qsrt_runtime.ops.warps.kernel import lane_signs, load_four, rotate_lanes, turn
 
 _IN_PLACE = tl.constexpr(ptx.rotate(ptx.IN_PLACE))
 
 
 @triton.jit
-def _scales(svh, there):
-    s0 = tl.load(svh, mask=there, other=0).to(tl.float32) * NORM
-    s1 = tl.load(svh + 1, mask=there, other=0).to(tl.float32) * NORM
-    s2 = tl.load(svh + 2, mask=there, other=0).to(tl.float32) * NORM
-    s3 = tl.load(svh + 3, mask=there, other=0).to(tl.float32) * NORM
+def _scales(svh, even, odd, there):
+    s0 = tl.load(svh, mask=there, other=0).to(tl.float32) * even
+    s1 = tl.load(svh + 1, mask=there, other=0).to(tl.float32) * odd
+    s2 = tl.load(svh + 2, mask=there, other=0).to(tl.float32) * even
+    s3 = tl.load(svh + 3, mask=there, other=0).to(tl.float32) * odd
     return s0, s1, s2, s3
 
 
@@ -46,7 +46,8 @@ def combine_routes_warps_kernel(
     item, lane = tl.program_id(0) * WARPS + (thread >> 5), thread & 31
     token, part = item // (HIDDEN // 128), item % (HIDDEN // 128)
     is_token = token < num_tokens
-    turned = (lane << 1 & 31) | (lane >> 4)  # its four channels once rotated are 4 turned on
+    turned = turn(lane)  # its four channels, once rotated, are 4 turned on
+    even, odd = lane_signs(lane, 15, 3)
     svh = scales + part * 128 + turned * 4
     r0, r1, r2, r3 = lane * 0.0, lane * 0.0, lane * 0.0, lane * 0.0
     for choice in tl.range(0, TOPK, loop_unroll_factor=4):
@@ -60,7 +61,7 @@ def combine_routes_warps_kernel(
             weight = tl.load(weights + route, mask=there, other=0).to(tl.float32)
         if BY_ROUTE:
             row = tl.maximum(expert, 0).to(tl.int64) * (HIDDEN if SCALE_ROWS > 1 else 0)
-            s0, s1, s2, s3 = _scales(svh + row, there)
+            s0, s1, s2, s3 = _scales(svh + row, even, odd, there)
             a, b, c, d = rotate_lanes(a, b, c, d, lane, _IN_PLACE)
             a, b, c, d = a * s0, b * s1, c * s2, d * s3
         r0 += a * weight
@@ -69,7 +70,7 @@ def combine_routes_warps_kernel(
         r3 += d * weight
     if not BY_ROUTE:
         r0, r1, r2, r3 = rotate_lanes(r0, r1, r2, r3, lane, _IN_PLACE)
-        s0, s1, s2, s3 = _scales(svh, is_token)
+        s0, s1, s2, s3 = _scales(svh, even, odd, is_token)
         r0, r1, r2, r3 = r0 * s0, r1 * s1, r2 * s2, r3 * s3
     target = out + token.to(tl.int64) * HIDDEN + part * 128 + turned * 4
     kind = out.dtype.element_ty

@@ -22,7 +22,8 @@ def expand(
 ) -> None:
     """Gate and up, or down, of those experts of a range that have routes, to the scratch.
 
-    The scratch has them as [experts, 2 I held, H], or [experts, H, I held].
+    The scratch has them as [experts, 2 I held, H], or [experts, H, I held], eight rows' 64 columns
+    after one another.
     by_warps: see launching.ways.   beside: the next launch runs beside this one, by warps.
     """
     if by_warps:

@@ -31,7 +31,7 @@ def expand_kernel(
 ):
     """WIDTH rows and 64 columns of one expert that has routes.
 
-    out: [experts, ROWS, 64 STEPS] uint8, tiles in fragment order along a row. Rows are of gate
+    out: [experts, ROWS / 8, STEPS, 8, 64] uint8, tiles in fragment order along a row. Rows are of gate
     and up together 512 for each physical pair (low then high record of either), of down the hidden
     channels.   labels: [3, 65536] uint8.
     """
@@ -58,6 +58,6 @@ def expand_kernel(
         DOWN,
         UNIFORM,
     )
-    target = out + (local.to(tl.int64) * ROWS + row)[None, :] * (64 * STEPS)
-    depth = in_fragment_order(step * 64 + tl.arange(0, 64))
-    tl.store(target + depth[:, None], found, mask=(row < ROWS)[None, :])
+    place = in_fragment_order(tl.arange(0, 64))[:, None]
+    first = ((local.to(tl.int64) * ROWS + row) // 8 * STEPS + step) * 512 + row % 8 * 64
+    tl.store(out + first[None, :] + place, found, mask=(row < ROWS)[None, :])

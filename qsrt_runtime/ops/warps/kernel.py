@@ -132,7 +132,7 @@ def store_four(pointer, a, b, c, d, there):
 
 @triton.jit
 def rotate_lanes(a, b, c, d, lane, ROTATE: tl.constexpr):
-    """A warp's 128 channels times the Hadamard matrix, not normalized.   ROTATE: ptx.rotate."""
+    """A warp's 128 channels times the Hadamard matrix, but for lane_signs.   ROTATE: ptx.rotate."""
     a, b, c, d = tl.inline_asm_elementwise(
         ROTATE,
         _ROTATE_OPERANDS,
@@ -145,16 +145,38 @@ def rotate_lanes(a, b, c, d, lane, ROTATE: tl.constexpr):
 
 
 @triton.jit
+def turn(lane):
+    """The lane's bits turned by one, bit 4 to bit 0."""
+    return (lane << 1 & 31) | (lane >> 4)
+
+
+@triton.jit
+def lane_signs(lane, PAIRS: tl.constexpr, LAST: tl.constexpr):
+    """What rotate_lanes leaves to multiply by, the norm with it: of the sums and of the differences
+    of its last step.
+
+    PAIRS: the bits i where the steps of lane bit i and of the one before it (of bit 0 bit 4) are
+    neighbours.   LAST: the last step's bit.
+    """
+    both = lane & turn(lane) & PAIRS
+    both ^= both >> 4
+    both ^= both >> 2
+    both ^= both >> 1
+    sums = tl.where((both & 1) == 1, -NORM, NORM)
+    return sums, tl.where((lane >> LAST & 1) == 1, -sums, sums)
+
+
+@triton.jit
 def load_scaled(x, suh, there):
-    """Four channels of a row times their scales and the Hadamard matrix's norm; at any address."""
+    """Four channels of a row times their scales; at any address."""
     a = tl.load(x, mask=there, other=0).to(tl.float32)
     b = tl.load(x + 1, mask=there, other=0).to(tl.float32)
     c = tl.load(x + 2, mask=there, other=0).to(tl.float32)
     d = tl.load(x + 3, mask=there, other=0).to(tl.float32)
-    a *= tl.load(suh, mask=there, other=0).to(tl.float32) * NORM
-    b *= tl.load(suh + 1, mask=there, other=0).to(tl.float32) * NORM
-    c *= tl.load(suh + 2, mask=there, other=0).to(tl.float32) * NORM
-    d *= tl.load(suh + 3, mask=there, other=0).to(tl.float32) * NORM
+    a *= tl.load(suh, mask=there, other=0).to(tl.float32)
+    b *= tl.load(suh + 1, mask=there, other=0).to(tl.float32)
+    c *= tl.load(suh + 2, mask=there, other=0).to(tl.float32)
+    d *= tl.load(suh + 3, mask=there, other=0).to(tl.float32)
     return a, b, c, d
 
 
@@ -181,14 +203,16 @@ def rotate_rows_by_warps(
     if BY_WORD:
         place = 64 * bit3 + 16 * bit4 + 32 * bit0 + 4 * bit1 + 8 * bit2
     else:
-        place = 16 * bit0 + 32 * bit2 + 64 * bit3 + 4 * bit4 + 8 * bit1
+        place = 16 * bit3 + 32 * bit4 + 64 * bit0 + 4 * bit2 + 8 * bit1
     for matrix in tl.static_range(0, INPUTS):
         suh = scales + (matrix * SCALE_ROWS + expert).to(tl.int64) * HIDDEN
         a, b, c, d = load_scaled(source, suh + part * 128 + lane * 4, there)
         target = out + (matrix * num_rows + row).to(tl.int64) * HIDDEN + part * 128 + place
         if BY_WORD:
             a, b, c, d = rotate_lanes(a, b, c, d, lane, _TO_WORDS)
-            store_four(target, a, c, b, d, there)
+            sums, rest = lane_signs(lane, 30, 0)
+            store_four(target, a * sums, c * sums, b * rest, d * rest, there)
         else:
             a, b, c, d = rotate_lanes(a, b, c, d, lane, _TO_FRAGMENTS)
-            store_four(target, a, b, c, d, there)
+            sums, rest = lane_signs(lane, 27, 1)
+            store_four(target, a * sums, b * sums, c * rest, d * rest, there)

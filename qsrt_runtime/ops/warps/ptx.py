@@ -85,41 +85,41 @@ NEIGHBOUR = "shfl.sync.idx.b32 $0,$1,$2,31,0xffffffff;"
 COPY = f"{{ cp.async.cg.shared.global [$2+{LABELS}],[$1],16; mov.u32 $0,0; }}"
 COPIED = "{ cp.async.wait_all; mov.u32 $0,$1; }"
 
-# A swap of a lane's four numbers with those of the lane whose bit `lane` is otherwise: (lane, slot),
-# where the four numbers' index is slot 0 + 2 slot 1. What was told apart by the slot is told apart
-# by the lane then, and the other way round. Each lane's bit 0 to 4 and the slots 0 and 1 stand for
-# one bit of a channel of 128.
-#   in order: slots 0 1, lanes 2 3 4 5 6: a lane's four channels after one another;
-#   turned:   slots 0 1, lanes 3 4 5 6 2: so here, but the lanes turned by one.
+# Swaps of a lane's four numbers with those of the lane whose bit `lane` is the other: (lane, slot),
+# where the four numbers' index is slot 0 + 2 slot 1. What the slot told apart the lane's bit does
+# then, and the other way round. Each of them stands for one bit of a channel of 128:
+#   in order: slots 0 1, lanes 2 3 4 5 6, so that a lane's four channels stand after one another;
+#   turned:   slots 0 1, lanes 3 4 5 6 2, likewise, but the lanes turned by one.
 IN_PLACE = ((4, 0), (3, 0), (2, 0), (1, 0), (0, 0), (4, 0))  # from in order to turned
 TO_WORDS = ((4, 0), (3, 0), (2, 0), (1, 0), (0, 0))  # to slots 2 1, lanes 3 4 5 6 0
 TURNED_TO_WORDS = ((3, 0), (2, 0), (1, 0), (0, 0), (4, 0))  # to slots 2 1, lanes 4 5 6 0 3
-TO_FRAGMENTS = ((4, 1), (3, 1), (2, 1), (0, 1), (1, 1))  # to slots 0 3, lanes 4 2 5 6 1
+TO_FRAGMENTS = ((2, 1), (3, 1), (4, 1), (0, 1), (1, 1))  # to slots 0 3, lanes 6 2 1 4 5
 
 
 def rotate(swaps: Sequence[tuple[int, int]]) -> str:
     """A warp's 128 floats, four a lane, times the Hadamard matrix of 128, not normalized.
 
-    Out: $0..$3.   In: $4..$7 and the lane.   Each swap of a new bit is a step of the transform;
-    so are the two within the lane.
+    Out: $0..$3, but for signs.   In: $4..$7 and the lane.   Each swap with a new bit is a step of
+    the transform; so are the two within the lane. A step's differences have the wrong sign in lanes
+    whose bit is set. By the end that is one sign for each pair of neighbouring steps both of whose
+    bits are set, and for the last step's differences one more where its bit is; a swap with an old
+    bit makes of the first a sign of those with that bit.
     """
-    body = ["{ .reg .pred p; .reg .b32 bit; .reg .f32 sign,sent,kept,other,a,b,c,d,v0,v1,v2,v3;"]
+    body = ["{ .reg .pred p; .reg .b32 bits; .reg .f32 sent,other,a,b,c,d,v0,v1,v2,v3;"]
     body.append("add.f32 a,$4,$5; sub.f32 b,$4,$5; add.f32 c,$6,$7; sub.f32 d,$6,$7;")
     body.append("add.f32 v0,a,c; add.f32 v1,b,d; sub.f32 v2,a,c; sub.f32 v3,b,d;")
-    done = set()
-    for lane, slot in swaps:
-        body.append(f"and.b32 bit,$8,{1 << lane}; setp.ne.b32 p,bit,0;")
-        body.append("selp.f32 sign,0fBF800000,0f3F800000,p;")
+    steps = list(dict.fromkeys(swaps))
+    for number, (lane, slot) in enumerate(swaps):
+        body.append(f"and.b32 bits,$8,{1 << lane}; setp.ne.b32 p,bits,0;")
+        is_step = number < len(steps)
         for low in ((0, 2), (0, 1))[slot]:
             first, second = f"v{low}", f"v{low + 1 + slot}"
-            body.append(f"selp.f32 sent,{first},{second},p; selp.f32 kept,{second},{first},p;")
+            body.append(f"selp.f32 sent,{first},{second},p; selp.f32 {first},{second},{first},p;")
             body.append(f"shfl.sync.bfly.b32 other,sent,{1 << lane},31,0xffffffff;")
-            if lane in done:
-                body.append(f"selp.f32 {first},other,kept,p; selp.f32 {second},kept,other,p;")
+            if is_step:
+                body.append(f"sub.f32 {second},{first},other; add.f32 {first},{first},other;")
             else:
-                body.append(f"add.f32 {first},kept,other; sub.f32 kept,kept,other;")
-                body.append(f"mul.f32 {second},kept,sign;")
-        done.add(lane)
+                body.append(f"selp.f32 {second},{first},other,p; selp.f32 {first},other,{first},p;")
     return "\n".join([*body, *(f"mov.f32 ${i},v{i};" for i in range(4)), "}"])
 
 

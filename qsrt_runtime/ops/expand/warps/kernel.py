@@ -195,8 +195,8 @@ def expand_warps_kernel(
             r3 = _word(labels, bits, w0, w1, w2, w3, w4, 24)
             r7 = _word(labels, bits, w0, w1, w2, w3, w4, 28)
         local, part = position // each, position // STEPS % TILES
-        row = local.to(tl.int64) * ROWS + part * 512 + strip * 16 + group
-        target = out + row * (64 * STEPS) + position % STEPS * 64 + quarter * 16
+        row = local.to(tl.int64) * ROWS + part * 512 + strip * 16
+        target = out + (row * STEPS + position % STEPS * 8 + group) * 64 + quarter * 16
         _store(target, r0, r1, r2, r3, there)
         _store(target + 8 * 64 * STEPS, r4, r5, r6, r7, there)
         position = following
