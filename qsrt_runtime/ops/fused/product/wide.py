@@ -1,6 +1,6 @@
-"""The products by warps for up to 32 routes of an expert, all at 3 bits: each weight is decoded once.
+"""The products by warps for up to 32 routes of an expert, which share each decoded weight.
 
-As product_kernel otherwise.
+As product_kernel otherwise; all pairs are of 3 bits.
 """
 
 import triton
@@ -26,7 +26,7 @@ def _words_of(
     slab, block_experts, position, last, strip, lane, HIDDEN: tl.constexpr, BUNDLE: tl.constexpr,
     SLOT_STRIDE: tl.constexpr, TILES: tl.constexpr, STEPS: tl.constexpr, DOWN: tl.constexpr,
 ):  # fmt: skip
-    """Where the word is that a lane reads at a position (see exchange), and whether there is any."""
+    """Where a lane's word at a position is (see exchange), and whether there is any."""
     position = tl.minimum(position, last)
     part, step = position // STEPS % TILES, position % STEPS
     expert = tl.load(block_experts + position // (STEPS * TILES))
@@ -116,10 +116,45 @@ def wide_kernel(
         first = position % STEPS
         last = tl.minimum(STEPS, first + end - position)
         block = tile // TILES
-        r0 = _row(block_routes, block, group, strip, quarter, matrix_rows, PLACES, STEPS, DIVISOR, DOWN)  # fmt: skip
-        r1 = _row(block_routes, block, group + 8, strip, quarter, matrix_rows, PLACES, STEPS, DIVISOR, DOWN)  # fmt: skip
-        r2 = _row(block_routes, block, group + 16, strip, quarter, matrix_rows, PLACES, STEPS, DIVISOR, DOWN)  # fmt: skip
-        r3 = _row(block_routes, block, group + 24, strip, quarter, matrix_rows, PLACES, STEPS, DIVISOR, DOWN)  # fmt: skip
+        r0 = _row(
+            block_routes, block, group, strip, quarter, matrix_rows, PLACES, STEPS, DIVISOR, DOWN
+        )
+        r1 = _row(
+            block_routes,
+            block,
+            group + 8,
+            strip,
+            quarter,
+            matrix_rows,
+            PLACES,
+            STEPS,
+            DIVISOR,
+            DOWN,
+        )
+        r2 = _row(
+            block_routes,
+            block,
+            group + 16,
+            strip,
+            quarter,
+            matrix_rows,
+            PLACES,
+            STEPS,
+            DIVISOR,
+            DOWN,
+        )
+        r3 = _row(
+            block_routes,
+            block,
+            group + 24,
+            strip,
+            quarter,
+            matrix_rows,
+            PLACES,
+            STEPS,
+            DIVISOR,
+            DOWN,
+        )
         is_full = tl.load(block_routes + block * PLACES + 16) >= 0
         next_position = position + last - first
         next_words, next_there = _words_of(
@@ -138,7 +173,8 @@ def wide_kernel(
             words += advance
             is_last = step + 1 == last
             at = tl.where(is_last, next_words, words)
-            n1, n2, n3 = load_words(at, tl.where(is_last, next_there, there), HIDDEN, SLOT_STRIDE, DOWN)  # fmt: skip
+            more = tl.where(is_last, next_there, there)
+            n1, n2, n3 = load_words(at, more, HIDDEN, SLOT_STRIDE, DOWN)
             source = (x + step * 32).to(tl.int64) + lane * 0
             if is_full:
                 c0, c1, c2, c3, c4, c5, c6, c7, c8, c9, c10, c11, c12, c13, c14, c15 = (
