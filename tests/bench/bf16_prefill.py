@@ -106,8 +106,8 @@ class Dense:
             HIDDEN=self.hidden, SCALE_ROWS=1, TOPK=self.topk, BY_ROUTE=False, INPUTS=1, BLOCKS=2,
             EXPERTS=triton.next_power_of_2(self.experts),
             ROUTES=min(4096, triton.next_power_of_2(routes)), BLOCK=block,
-            BY_WORD=True, HAS_PLACES=False, HAS_MAP=False,
-            PDL=False, num_warps=4,
+            BY_WORD=True, HAS_PLACES=False, HAS_MAP=False, WARPS=32,
+            PDL=False, num_warps=32,
         )  # fmt: skip
 
     def triton(

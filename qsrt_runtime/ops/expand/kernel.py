@@ -31,9 +31,9 @@ def expand_kernel(
 ):
     """WIDTH rows and 64 columns of one expert that has routes.
 
-    out: [experts, ROWS / 8, STEPS, 8, 64] uint8, tiles in fragment order along a row. Of gate and up
-    together there are 512 rows for each physical pair (low then high record of either), of down the
-    hidden channels.   labels: [3, 65536] uint8.
+    out: [experts, ROWS / 8, STEPS, 8, 64] uint8, tiles in fragment order along a row. Of gate and
+    up together there are 512 rows for each physical pair (low then high record of either), of down
+    the hidden channels.   labels: [3, 65536] uint8.
     """
     local, step = tl.program_id(0), tl.program_id(2)
     expert = first_expert + local
