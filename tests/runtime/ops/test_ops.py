@@ -97,7 +97,7 @@ def test_sorted_routes(name, dtype, tokens, block, decodes):
     x, ids, _ = inputs(layer, tokens, TOPK, dtype)
     ids[0, 1], ids[-1] = -1, 2
     if decodes:
-        workspace = poisoned(layer, TOPK, dtype, tokens)
+        workspace = poisoned(layer, TOPK, dtype, max(tokens, 17))
         order = workspace.block_routes
     else:
         made = make_prefill_workspace(GEOMETRY, TOPK, tokens, 1, dtype, device)
