@@ -88,6 +88,8 @@ def test_five_minutes(tmp_path: Path) -> None:
         hub.create(original, **files)
         env = environment(hub, tmp_path / "home") | _clone(tmp_path)
         printed = _walk(tmp_path, lines, env)
+        after_push = "qsrt-pack -q report olmoe-qsrt --eval eval.json --html again.html"
+        assert _walk(tmp_path, [after_push], env).endswith("again.html\n")
         (script,) = blocks("python", five_minutes())
         (tmp_path / "generate.py").write_text(script)
         said = _walk(tmp_path, [f"{shlex.quote(sys.executable)} generate.py"], env)
