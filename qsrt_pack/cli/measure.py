@@ -1,5 +1,6 @@
 """The commands that say how good a package is: eval and report."""
 
+import os
 from pathlib import Path
 
 import click
@@ -110,6 +111,7 @@ def report_command(
     Example:
       qsrt-pack report model-qsrt --eval eval.json --png plots
     """
+    os.environ.pop("MPLBACKEND", None)  # of windows; with a wrong one matplotlib does not load
     from qsrt_pack.report import write_report
 
     if html is None and not package.name:
