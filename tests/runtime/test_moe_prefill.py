@@ -49,24 +49,26 @@ def check(x, layer, ids, weights, **options):
 
 
 @pytest.mark.parametrize(("name", "dtype"), DEVICES)
-@pytest.mark.parametrize("sides", ["one", "two", "expert"])
 @pytest.mark.parametrize(
-    ("geometry", "codes"),
+    ("geometry", "codes", "sides"),
     [
-        (SMALL, None),
-        (Geometry(256, 512, 3), [0x00, 0x12, 0x21]),  # every rate mode
-        (Geometry(640, 768, 2), [0x11, 0x02]),  # a tile of columns that is not full; moved pairs
+        (SMALL, None, "one"),
+        (SMALL, None, "two"),
+        (SMALL, None, "expert"),
+        (Geometry(256, 512, 3), [0x00, 0x12, 0x21], "expert"),  # every rate mode
+        # A tile of columns that is not full; moved pairs.
+        (Geometry(640, 768, 2), [0x11, 0x02], "one"),
     ],
-    ids=["small", "rates", "wide"],
+    ids=["one", "two", "expert", "rates", "wide"],
 )
-def test_is_the_reference(name, dtype, sides, geometry, codes):
+def test_is_the_reference(name, dtype, geometry, codes, sides):
     layer = random_layer(geometry, place(name), codes=codes, sides=sides)
     x, ids, weights = inputs(layer, 20, 2, dtype)
     check(x, layer, ids, weights)
 
 
 @pytest.mark.parametrize(("name", "dtype"), DEVICES)
-@pytest.mark.parametrize("tokens", [1, 17, 53])
+@pytest.mark.parametrize("tokens", [1, 33])
 def test_any_number_of_tokens(name, dtype, tokens):
     layer = random_layer(SMALL, place(name))
     x, ids, weights = inputs(layer, tokens, 3, dtype)
@@ -87,10 +89,8 @@ def test_few_experts_at_a_time(name, dtype):
 @pytest.mark.parametrize(("name", "dtype"), DEVICES)
 def test_all_tokens_on_one_expert(name, dtype):  # RT-3b
     layer = random_layer(SMALL, place(name))
-    x, ids, weights = inputs(layer, 70, 2, dtype)
-    ids[:] = torch.tensor([3, -1])
-    check(x, layer, ids, weights)
-    ids[:, 1] = 3
+    x, ids, weights = inputs(layer, 34, 2, dtype)
+    ids[:] = 3
     assert block_size(layer, ids.numel()) < ids.numel()  # several blocks of it
     check(x, layer, ids, weights)
 
@@ -98,7 +98,7 @@ def test_all_tokens_on_one_expert(name, dtype):  # RT-3b
 @pytest.mark.parametrize(("name", "dtype"), DEVICES)
 def test_no_expert(name, dtype):  # RT-1a, RT-1b
     layer = random_layer(SMALL, place(name))
-    x, ids, weights = inputs(layer, 20, 3, dtype)
+    x, ids, weights = inputs(layer, 8, 3, dtype)
     ids[1, 2], ids[3] = -1, -1
     weights[1, 2], weights[3] = float("nan"), float("nan")
     found = run(x, layer, ids, weights)
@@ -110,12 +110,12 @@ def test_no_expert(name, dtype):  # RT-1a, RT-1b
 @pytest.mark.parametrize(("name", "dtype"), DEVICES)
 def test_ids_that_name_no_expert_are_counted(name, dtype):
     layer = random_layer(SMALL, place(name))
-    x, ids, weights = inputs(layer, 18, 3, dtype)
+    x, ids, weights = inputs(layer, 8, 3, dtype)
     ids[0, 0], ids[1, 1] = -1, -1
     expected = run(x, layer, ids, weights)
     wrong = ids.long().clone()
     wrong[0, 0], wrong[1, 1] = 5, -(2**40)
-    workspace = poisoned(layer, 3, dtype, 18)
+    workspace = poisoned(layer, 3, dtype, 8)
     assert torch.equal(run(x, layer, wrong, weights, workspace), expected)
     assert workspace.invalid_routes() == 2
 
@@ -123,18 +123,17 @@ def test_ids_that_name_no_expert_are_counted(name, dtype):
 @pytest.mark.parametrize(("name", "dtype"), DEVICES)
 def test_expert_map(name, dtype):  # RT-1c
     layer = random_layer(SMALL, place(name))
-    x, ids, weights = inputs(layer, 20, 2, dtype)
+    x, ids, weights = inputs(layer, 8, 2, dtype)
     here = torch.tensor([-1, 4, 2, -1, 0, 1, 3], device=ids.device)
-    places = torch.stack([torch.randperm(7)[:2] for _ in range(20)]).to(ids.device)
+    places = torch.stack([torch.randperm(7)[:2] for _ in range(8)]).to(ids.device)
     found = run(x, layer, places, weights, expert_map=here)
     assert torch.equal(found, run(x, layer, here[places], weights))
 
 
 @pytest.mark.parametrize(("name", "dtype"), DEVICES)
-@pytest.mark.parametrize("sides", ["one", "expert"])
-def test_weights_on_the_input(name, dtype, sides):  # RT-8a, RT-8b
-    layer = random_layer(SMALL, place(name), sides=sides)
-    x, ids, weights = inputs(layer, 18, 2, dtype)
+def test_weights_on_the_input(name, dtype):  # RT-8a, RT-8b
+    layer = random_layer(SMALL, place(name))
+    x, ids, weights = inputs(layer, 8, 2, dtype)
     on = check(x, layer, ids, 4 * weights, weight_on_input=True)
     off = check(x, layer, ids, 4 * weights)
     assert error(on, off.float()) > 0.1
@@ -144,7 +143,7 @@ def test_weights_on_the_input(name, dtype, sides):  # RT-8a, RT-8b
 def test_ranks_add_up(name, dtype):  # RT-11a
     geometry, device, codes = Geometry(128, 768, 3), place(name), [0x11, 0, 0x02]
     whole = random_layer(geometry, device, codes=codes)
-    x, ids, weights = inputs(whole, 18, 2, dtype)
+    x, ids, weights = inputs(whole, 8, 2, dtype)
     shares = [range(0, 16), range(16, 24)]
     layers = [random_layer(geometry, device, codes=codes, slots=s) for s in shares]
     total = sum(run(x, layer, ids, weights).float() for layer in layers)
