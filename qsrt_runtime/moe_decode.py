@@ -10,7 +10,8 @@ from qsrt_runtime.ops.activate import activate
 from qsrt_runtime.ops.combine import combine
 from qsrt_runtime.ops.expert_gemm import expert_gemm
 from qsrt_runtime.ops.fused import fused, is_small, makes_rows
-from qsrt_runtime.ops.fused.product import product, wide
+from qsrt_runtime.ops.fused.product import product
+from qsrt_runtime.ops.fused.product.wide import wide
 from qsrt_runtime.ops.group import group
 from qsrt_runtime.ops.prepare import prepare
 from qsrt_runtime.weights import LayerWeights

@@ -18,10 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.ops.activate.kernel import activate_kernel
 from qsrt_runtime.ops.activate_routes.kernel import activate_routes_kernel
-from qsrt_runtime.ops.activate_routes.warps import activate_routes_warps_kernel
+from qsrt_runtime.ops.activate_routes.warps.kernel import activate_routes_warps_kernel
 from qsrt_runtime.ops.combine.kernel import combine_kernel
 from qsrt_runtime.ops.combine_routes.kernel import combine_routes_kernel
-from qsrt_runtime.ops.combine_routes.warps import combine_routes_warps_kernel
+from qsrt_runtime.ops.combine_routes.warps.kernel import combine_routes_warps_kernel
 from qsrt_runtime.ops.expand.kernel import expand_kernel
 from qsrt_runtime.ops.expand.warps.kernel import expand_warps_kernel
 from qsrt_runtime.ops.expand.warps.ptx import group
@@ -29,7 +29,7 @@ from qsrt_runtime.ops.expert_gemm.kernel import plain_kernel
 from qsrt_runtime.ops.fused.kernel import fused_kernel
 from qsrt_runtime.ops.fused.product import ptx
 from qsrt_runtime.ops.fused.product.kernel import product_kernel
-from qsrt_runtime.ops.fused.product.wide import wide_kernel
+from qsrt_runtime.ops.fused.product.wide.kernel import wide_kernel
 from qsrt_runtime.ops.group.kernel import group_kernel
 from qsrt_runtime.ops.grouped_gemm.kernel import grouped_gemm_kernel
 from qsrt_runtime.ops.grouped_gemm.ptx import convert

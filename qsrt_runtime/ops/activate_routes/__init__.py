@@ -4,7 +4,7 @@ import torch
 
 from qsrt_runtime.format.manifest import SITU_BETA, SITU_LINEAR_BETA
 from qsrt_runtime.ops.activate_routes.kernel import activate_routes_kernel
-from qsrt_runtime.ops.activate_routes.warps import activate_routes_warps_kernel
+from qsrt_runtime.ops.activate_routes.warps.kernel import activate_routes_warps_kernel
 from qsrt_runtime.ops.launch import dependent
 from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import PrefillWorkspace

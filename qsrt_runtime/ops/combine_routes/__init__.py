@@ -3,7 +3,7 @@
 import torch
 
 from qsrt_runtime.ops.combine_routes.kernel import combine_routes_kernel
-from qsrt_runtime.ops.combine_routes.warps import combine_routes_warps_kernel
+from qsrt_runtime.ops.combine_routes.warps.kernel import combine_routes_warps_kernel
 from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import PrefillWorkspace
 

@@ -1,0 +1,1 @@
+"""combine_routes by warps."""
