@@ -14,10 +14,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import bf16_moe
 from bench_decode import DEVICE, SHAPES, graph_us, random_layer, routings, say
-from bf16_prefill import Dense, best_us
 
+from qsrt_pack.bench import bf16_moe
+from qsrt_pack.bench.bf16_prefill import Dense, best_us
 from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.moe_prefill import block_size, moe_prefill
 from qsrt_runtime.moe_reference import moe_forward_reference
