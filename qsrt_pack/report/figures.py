@@ -144,6 +144,28 @@ def plot_bars(bars: dict[str, float], describe: Callable[[float], str]) -> Figur
     return figure
 
 
+def plot_lines(panels: dict[str, dict[str, Sequence[tuple[float, float]]]], label: str) -> Figure:
+    """A panel by title, in it a line of points by name; both axes are logarithmic.
+
+    label: of the horizontal axis.
+    """
+    with _panels(len(panels), 2.2) as (figure, axes):
+        for ax, (title, lines) in zip(axes, panels.items(), strict=True):
+            for place, (name, points) in enumerate(lines.items()):
+                marks = {"marker": "os^D"[place % 4], "markersize": 4, "linewidth": 1.2}
+                ax.plot(*zip(*points, strict=True), color=_COLOURS[place % 4], label=name, **marks)
+            ax.set_title(title)
+            ax.set_xscale("log", base=2)
+            ax.set_yscale("log")
+            for axis in (ax.xaxis, ax.yaxis):
+                axis.set_major_formatter(FuncFormatter(_short))
+                axis.set_minor_formatter(NullFormatter())
+        axes[-1].set_xlabel(label)
+        handles, names = axes[0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside upper right", ncols=len(names))
+    return figure
+
+
 def plot_histogram(
     edges: Sequence[float], counts: Sequence[int], marks: dict[str, float], label: str
 ) -> Figure:

@@ -13,8 +13,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from qsrt_pack.bench.bf16_moe.choices import SHAPES, TOKENS
+from qsrt_pack.bench.bf16_moe.choices import TOKENS
 from qsrt_pack.bench.bf16_moe.sweep import sweep
+from qsrt_pack.bench.shapes import SHAPES
 
 
 def main() -> None:

@@ -17,9 +17,10 @@ after set-up. With `pdl`, a kernel starts while the one before it in the layer d
 dependent launch) and asks for its first weights; the first kernel of a layer starts normally.
 """
 
-from qsrt_pack.bench.bf16_moe.choices import BEST, SHAPES, TARGETS
+from qsrt_pack.bench.bf16_moe.choices import BEST, TARGETS
 from qsrt_pack.bench.bf16_moe.layer import Launch, Layer, Routing
 from qsrt_pack.bench.bf16_moe.sweep import Bench, make_weights
+from qsrt_pack.bench.shapes import SHAPES
 from qsrt_pack.bench.timing import graph_time
 
 __all__ = [

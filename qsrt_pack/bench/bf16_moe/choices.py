@@ -1,12 +1,5 @@
 """What a layer's kernels can be launched with, and what was best on one H200."""
 
-# hidden size H, intermediate size I, experts E, experts of a token k
-SHAPES = {
-    "fruit": (1024, 512, 256, 8),
-    "qwen30b": (2048, 768, 128, 8),
-    "glm": (6144, 2048, 32, 8),
-    "mixtral": (4096, 14336, 8, 2),
-}
 TOKENS = (1, 2, 4, 8, 16)
 # Microseconds of a layer on one H200 to be reached, by (shape, tokens).
 TARGETS = {

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from qsrt_pack.bench.bf16_moe.choices import BEST, SHAPES, TARGETS, Sizes, candidates
+from qsrt_pack.bench.bf16_moe.choices import BEST, TARGETS, Sizes, candidates
 from qsrt_pack.bench.bf16_moe.kernel import OutOfResources, compiling
 from qsrt_pack.bench.bf16_moe.layer import Config, Launch, Layer, Routing
+from qsrt_pack.bench.shapes import SHAPES
 from qsrt_pack.bench.timing import graph_time
 
 LARGEST_ERROR = 1e-2  # relative L2, against plain torch
