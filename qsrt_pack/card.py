@@ -173,9 +173,9 @@ def _timed(report: dict[str, Any] | None) -> str:
     table = "\n".join(lines)
     return f"""## Speed
 
-Microseconds of one layer's experts on one {report["gpu"]["name"]}, in {report["dtype"]}, by \
-`qsrt-pack bench`; dense are the same weights decoded, and speed is the fastest dense way's time \
-over the packed one's:
+Microseconds of a layer's experts on one {report["gpu"]["name"]}, in {report["dtype"]}, by \
+`qsrt-pack bench`. Dense are the same weights decoded; speed is the fastest dense way's time over \
+the packed one's:
 
 {table}
 
