@@ -17,6 +17,10 @@ LARGEST_ROW = 0.1  # of any one row of two ways, by its own size or the average 
 _ROWS = 4  # at either end
 
 
+class WrongError(FormatError):
+    """A way's output is not the reference's."""
+
+
 class Check:
     """The reference's output of some rows of the first call and the last; then a way's of all."""
 
@@ -33,22 +37,22 @@ class Check:
         return moe_forward_reference(x, layers[given.place], ids, weights)
 
     def error(self, name: str, choice: Choice) -> float:
-        """The larger relative error of two calls. Raises FormatError where it is too large."""
+        """The larger relative error of two calls.
+
+        Raises WrongError where it is too large; FormatError where what was kept agrees with the
+        reference, too, and yet differs in other rows, so that either may be wrong.
+        """
         worst = 0.0
         for number in self._calls:
             out = choice.outs[number].fill_(float("nan"))
             choice.calls[number]()
             error = _distance(out[self._rows], self._expected[number])
-            self._require(error, LARGEST_ERROR, name, choice, len(out), "the reference")
+            what = f"{name} ({choice.name}) with {len(out)} tokens"
+            if not error <= LARGEST_ERROR:  # nor NaN
+                raise WrongError(_differs(what, "the reference", error, LARGEST_ERROR))
             worst = max(worst, error)
             if number in self._kept:
-                kept = self._kept[number].float()
-                error = _distance(out, kept)
-                self._require(error, LARGEST_DISTANCE, name, choice, len(out), "another way")
-                sizes = kept.norm(dim=1)
-                sizes = sizes.clamp(min=sizes.square().mean().sqrt())
-                error = ((out - kept).norm(dim=1) / sizes).max().item()
-                self._require(error, LARGEST_ROW, name, choice, len(out), "a row of another way")
+                self._compare(out, self._kept[number].float(), what)
         return worst
 
     def keep(self, choice: Choice) -> None:
@@ -56,14 +60,22 @@ class Check:
         self._kept = {number: choice.outs[number].clone() for number in self._calls}
 
     @staticmethod
-    def _require(
-        error: float, largest: float, name: str, choice: Choice, tokens: int, than: str
-    ) -> None:
-        if not error <= largest:  # nor NaN
-            raise FormatError(
-                f"{name} ({choice.name}) with {tokens} tokens differs from {than} by {error:.1e}, "
-                f"expected at most {largest:g}; it was not timed"
-            )
+    def _compare(out: torch.Tensor, kept: torch.Tensor, what: str) -> None:
+        sizes = kept.norm(dim=1)
+        sizes = sizes.clamp(min=sizes.square().mean().sqrt())
+        rows = ((out - kept).norm(dim=1) / sizes).max().item()
+        for error, largest, than in (
+            (_distance(out, kept), LARGEST_DISTANCE, "another way"),
+            (rows, LARGEST_ROW, "a row of another way"),
+        ):
+            if not error <= largest:
+                raise FormatError(_differs(what, than, error, largest))
+
+
+def _differs(what: str, than: str, error: float, largest: float) -> str:
+    return (
+        f"{what} differs from {than} by {error:.1e}, expected at most {largest:g}; it was not timed"
+    )
 
 
 def _distance(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -272,7 +272,9 @@ def make_ways(
     if dense:
         found += [
             TorchGrouped(dense, topk),
-            TritonFused(dense, topk, pdl=machine.capability >= (9, 0)),
+            TritonFused(
+                dense, topk, pdl=machine.capability >= (9, 0) and torch.version.hip is None
+            ),
         ]
     return found
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qsrt_pack.bench.check import Check
+from qsrt_pack.bench.check import Check, WrongError
 from qsrt_pack.bench.inputs import make_inputs
 from qsrt_pack.bench.layers import random_layer
 from qsrt_pack.bench.shapes import Shape
@@ -64,7 +64,7 @@ def scaled(factor, rows=slice(None), calls=(0, CALLS - 1)):
     ],
 )
 def test_what_differs_from_the_reference_is_refused(layer, inputs, change):
-    with pytest.raises(FormatError, match=r"a \(some\) with 20 tokens differs from the reference"):
+    with pytest.raises(WrongError, match=r"a \(some\) with 20 tokens differs from the reference"):
         Check(inputs, [layer]).error("a", choice_of(layer, inputs, change))
 
 
@@ -73,7 +73,7 @@ def test_what_is_not_written_is_refused(layer, inputs):
     silent = Choice("some", [lambda: None] * CALLS, choice.outs)
     for call in choice.calls:
         call()
-    with pytest.raises(FormatError, match="differs from the reference by nan"):
+    with pytest.raises(WrongError, match="differs from the reference by nan"):
         Check(inputs, [layer]).error("a", silent)
 
 
@@ -84,8 +84,9 @@ def test_rows_that_the_reference_does_not_have_are_held_to_another_way(layer, in
     assert check.error("a", wrong) < 1e-6  # nothing to compare with yet
     check.error("a", good)
     check.keep(good)
-    with pytest.raises(FormatError, match="differs from another way by"):
+    with pytest.raises(FormatError, match="differs from another way by") as raised:
         check.error("b", wrong)
+    assert raised.type is FormatError
     with pytest.raises(FormatError, match="differs from another way by nan"):
         check.error("b", choice_of(layer, inputs, scaled(float("nan"), 9)))
     assert check.error("b", choice_of(layer, inputs, scaled(0.95, 10))) < 1e-6

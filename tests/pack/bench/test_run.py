@@ -80,7 +80,7 @@ def test_a_package(machine, tmp_path):
 def test_many_tokens(machine, monkeypatch):
     """Tiles for many tokens alone, since these are the routes of more than the others take."""
     monkeypatch.setattr(ways, "MAX_ROUTES", 8)
-    found = results(bench(TINY, [20], machine, dtype=HALF), 20)
+    found = results(bench(TINY, [17], machine, dtype=HALF), 17)
     assert found["triton"]["choice"] == "grouped (32, 128, 64, 4, 1) (32, 128, 64, 4, 1)"
     assert found["triton"]["error"] < 1e-2  # bfloat16, to which the interpreter cuts off
 
@@ -103,15 +103,33 @@ def test_a_wrong_result_is_not_timed(machine, clock, monkeypatch):
 
 
 @interpreted
+def test_a_wrong_dense_way_is_left_out(machine, monkeypatch):
+    real = ways.Dense.torch
+
+    def wrong(self, x, ids, weights, out):
+        real(self, x, ids, weights, out)
+        out *= 0
+
+    monkeypatch.setattr(ways.Dense, "torch", wrong)
+    found = results(bench(TINY, [2], machine, dtype=HALF), 2)
+    assert re.fullmatch(
+        r"torch \(torch._grouped_mm\) with 2 tokens differs from the reference by 1\.0e\+00, "
+        r"expected at most 0\.01; it was not timed",
+        found["torch"]["skipped"],
+    )
+    assert found["qsrt"]["us"] > 0 and found["triton"]["us"] > 0
+
+
+@interpreted
 def test_a_way_that_this_torch_does_not_have(machine, monkeypatch):
     def refuse(*_arguments):
         raise RuntimeError("grouped gemm is for sm_90\nand more")
 
     monkeypatch.setattr(ways.Dense, "torch", refuse)
-    report = bench(TINY, [1], machine, dtype=HALF)
-    assert results(report, 1)["torch"] == {"way": "torch", "skipped": "grouped gemm is for sm_90"}
-    assert results(report, 1)["triton"]["us"] > 0
-    assert "M = 1, torch left out: grouped gemm is for sm_90" in describe(report)
+    report = bench(TINY, [2], machine, dtype=HALF)
+    assert results(report, 2)["torch"] == {"way": "torch", "skipped": "grouped gemm is for sm_90"}
+    assert results(report, 2)["triton"]["us"] > 0
+    assert "M = 2, torch left out: grouped gemm is for sm_90" in describe(report)
 
 
 def test_a_gpu_too_small_for_the_layers(machine, with_free, tmp_path):

@@ -37,8 +37,9 @@ def inputs_of(tokens, calls=3):
 
 
 @pytest.mark.usefixtures("interpreted", "one_choice")
-@pytest.mark.parametrize("tokens", [1, 5, 18])
-def test_every_call_gives_the_layer(layers, dense, machine, tokens):
+@pytest.mark.parametrize("tokens", [1, 18])
+def test_every_call_gives_the_layer(layers, dense, machine, tokens, monkeypatch):
+    monkeypatch.setattr(ways, "MAX_PREFILL_TOKENS", 10)  # so that 18 go in two parts
     inputs = inputs_of(tokens)
     for way in make_ways(layers, dense, 2, machine):
         choice = way.tune(inputs, lambda _choice: 1.0)
