@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
+from qsrt_pack.bench.choice import Choice
 from qsrt_pack.bench.inputs import Input
-from qsrt_pack.bench.ways import Choice
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.moe_reference import moe_forward_reference
 from qsrt_runtime.weights import LayerWeights

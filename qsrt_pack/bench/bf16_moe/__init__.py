@@ -18,19 +18,7 @@ dependent launch) and asks for its first weights; the first kernel of a layer st
 """
 
 from qsrt_pack.bench.bf16_moe.choices import BEST, TARGETS
-from qsrt_pack.bench.bf16_moe.layer import Launch, Layer, Routing
 from qsrt_pack.bench.bf16_moe.sweep import Bench, make_weights
-from qsrt_pack.bench.shapes import SHAPES
 from qsrt_pack.bench.timing import graph_time
 
-__all__ = [
-    "BEST",
-    "SHAPES",
-    "TARGETS",
-    "Bench",
-    "Launch",
-    "Layer",
-    "Routing",
-    "graph_time",
-    "make_weights",
-]
+__all__ = ["BEST", "TARGETS", "Bench", "graph_time", "make_weights"]

@@ -10,7 +10,7 @@ import torch
 from benched import bench_report
 from triton.runtime import interpreter
 
-from qsrt_pack.bench import ways
+from qsrt_pack.bench import dense
 from qsrt_pack.bench.bf16_moe import choices
 from qsrt_pack.bench.machine import Machine
 
@@ -42,7 +42,7 @@ def _choose(monkeypatch: pytest.MonkeyPatch, gemm: dict, gemv: dict, tiles: list
         return {"gemm": gemm} | ({"gemv": gemv} if tokens == 1 else {})
 
     monkeypatch.setattr(choices, "candidates", candidates)
-    monkeypatch.setattr(ways, "TILES", tiles)
+    monkeypatch.setattr(dense, "TILES", tiles)
 
 
 @pytest.fixture

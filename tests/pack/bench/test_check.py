@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from qsrt_pack.bench.check import Check, WrongError
+from qsrt_pack.bench.choice import Choice
 from qsrt_pack.bench.inputs import make_inputs
 from qsrt_pack.bench.layers import random_layer
 from qsrt_pack.bench.shapes import Shape
-from qsrt_pack.bench.ways import Choice
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.geometry import Geometry, TrueSizes
 from qsrt_runtime.moe_reference import moe_forward_reference

@@ -7,7 +7,7 @@ import pytest
 import torch
 from packages import write_package
 
-from qsrt_pack.bench import ways
+from qsrt_pack.bench import dense, packed
 from qsrt_pack.bench.machine import machine_of
 from qsrt_pack.bench.run import bench
 from qsrt_pack.bench.shapes import parse_shape
@@ -34,15 +34,15 @@ def test_sizes(machine, clock):
     assert report["package"] is report["seal_sha256"] is report["load"] is None
     assert [way["way"] for way in report["ways"]] == ["qsrt", "torch", "triton"]
     assert [way["weights"] for way in report["ways"]] == ["packed", "dense", "dense"]
-    packed, dense = (report["ways"][place]["expert_bytes"] for place in (0, 1))
-    assert (packed, dense) == (8 * 3 * (12 * 128 + 64), 3 * 128 * 256 * 2)
+    small, large = (report["ways"][place]["expert_bytes"] for place in (0, 1))
+    assert (small, large) == (8 * 3 * (12 * 128 + 64), 3 * 128 * 256 * 2)
     assert report["layers_in_turn"] == 2
     for tokens, experts in ((1, 2), (17, 3)):
         found = results(report, tokens)
         assert [r["error"] > 0 for r in found.values()] == [True] * 3
         assert max(r["error"] for r in found.values()) < 2e-3
-        assert found["qsrt"]["bytes"] == experts * packed + tokens * 128 * 4
-        assert found["torch"]["bytes"] == experts * dense + tokens * 128 * 4
+        assert found["qsrt"]["bytes"] == experts * small + tokens * 128 * 4
+        assert found["torch"]["bytes"] == experts * large + tokens * 128 * 4
         for each in found.values():
             assert each["us_low"] < each["us"] < each["us_high"]
             rate = report["gpu"]["copy_bytes_per_s"]
@@ -79,7 +79,7 @@ def test_a_package(machine, tmp_path):
 @interpreted
 def test_many_tokens(machine, monkeypatch):
     """Tiles for many tokens alone, since these are the routes of more than the others take."""
-    monkeypatch.setattr(ways, "MAX_ROUTES", 8)
+    monkeypatch.setattr(dense, "MAX_ROUTES", 8)
     found = results(bench(TINY, [17], machine, dtype=HALF), 17)
     assert found["triton"]["choice"] == "grouped (32, 128, 64, 4, 1) (32, 128, 64, 4, 1)"
     assert found["triton"]["error"] < 1e-2  # bfloat16, to which the interpreter cuts off
@@ -87,13 +87,13 @@ def test_many_tokens(machine, monkeypatch):
 
 @interpreted
 def test_a_wrong_result_is_not_timed(machine, clock, monkeypatch):
-    real = ways.moe_decode
+    real = packed.moe_decode
 
     def wrong(x, layer, ids, weights, workspace, out):
         real(x, layer, ids, weights, workspace, out)
         out[-1] *= 1.02
 
-    monkeypatch.setattr(ways, "moe_decode", wrong)
+    monkeypatch.setattr(packed, "moe_decode", wrong)
     message = (
         r"qsrt \(wrong\) with 1 tokens differs from the reference by 2.0e-02, expected at most"
     )
@@ -104,13 +104,13 @@ def test_a_wrong_result_is_not_timed(machine, clock, monkeypatch):
 
 @interpreted
 def test_a_wrong_dense_way_is_left_out(machine, monkeypatch):
-    real = ways.Dense.torch
+    real = dense.Dense.torch
 
     def wrong(self, x, ids, weights, out):
         real(self, x, ids, weights, out)
         out *= 0
 
-    monkeypatch.setattr(ways.Dense, "torch", wrong)
+    monkeypatch.setattr(dense.Dense, "torch", wrong)
     found = results(bench(TINY, [2], machine, dtype=HALF), 2)
     assert re.fullmatch(
         r"torch \(torch._grouped_mm\) with 2 tokens differs from the reference by 1\.0e\+00, "
@@ -125,7 +125,7 @@ def test_a_way_that_this_torch_does_not_have(machine, monkeypatch):
     def refuse(*_arguments):
         raise RuntimeError("grouped gemm is for sm_90\nand more")
 
-    monkeypatch.setattr(ways.Dense, "torch", refuse)
+    monkeypatch.setattr(dense.Dense, "torch", refuse)
     report = bench(TINY, [2], machine, dtype=HALF)
     assert results(report, 2)["torch"] == {"way": "torch", "skipped": "grouped gemm is for sm_90"}
     assert results(report, 2)["triton"]["us"] > 0
@@ -151,6 +151,14 @@ def test_no_memory_for_the_dense_layers(with_free):
     assert [way["way"] for way in report["ways"]] == ["qsrt"]
     assert results(report, 1)["qsrt"]["us"] > 0
     assert "No dense ways: their weights take" in describe(report)
+
+
+def test_no_memory_for_all_layers_of_a_package(with_free, tmp_path):
+    folder = write_package(tmp_path / "p", Geometry(128, 256, 3), layers=(0, 1, 2, 3))
+    for free, layers in ((400_000, 2), (600_000, 4)):
+        report = bench(folder, [4096], with_free(free), dtype=HALF)
+        assert (report["load"]["layers"], report["layers_in_turn"]) == (layers, 2)
+        assert "us" not in results(report, 4096)["qsrt"]
 
 
 @interpreted

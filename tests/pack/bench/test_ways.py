@@ -6,13 +6,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from qsrt_pack.bench import ways
+from qsrt_pack.bench import packed
 from qsrt_pack.bench.bf16_moe import choices
 from qsrt_pack.bench.bf16_moe.kernel import OutOfResources
+from qsrt_pack.bench.choice import Unavailable
+from qsrt_pack.bench.dense import TorchGrouped, TritonFused
 from qsrt_pack.bench.inputs import make_inputs
-from qsrt_pack.bench.layers import copied, dense_layer, random_layer
+from qsrt_pack.bench.layers import DenseLayer, copied, dense_layer, random_layer
+from qsrt_pack.bench.packed import Packed
 from qsrt_pack.bench.shapes import Shape
-from qsrt_pack.bench.ways import Packed, TorchGrouped, TritonFused, Unavailable, make_ways
+from qsrt_pack.bench.ways import make_ways
+from qsrt_runtime import moe_kernels
 from qsrt_runtime.format.geometry import Geometry, TrueSizes
 from qsrt_runtime.moe_reference import moe_forward_reference
 from qsrt_runtime.weights import Traits
@@ -39,7 +43,7 @@ def inputs_of(tokens, calls=3):
 @pytest.mark.usefixtures("interpreted", "one_choice")
 @pytest.mark.parametrize("tokens", [1, 18])
 def test_every_call_gives_the_layer(layers, dense, machine, tokens, monkeypatch):
-    monkeypatch.setattr(ways, "MAX_PREFILL_TOKENS", 10)  # so that 18 go in two parts
+    monkeypatch.setattr(packed, "MAX_PREFILL_TOKENS", 10)  # so that 18 go in two parts
     inputs = inputs_of(tokens)
     for way in make_ways(layers, dense, 2, machine):
         choice = way.tune(inputs, lambda _choice: 1.0)
@@ -70,6 +74,22 @@ def test_the_kernels_are_those_of_moe_forward(tokens, geometry, topk, kind, room
     real = way._workspace(20, HALF, CPU)
     held = [value.nbytes for value in vars(real).values() if isinstance(value, torch.Tensor)]
     assert way.buffer_bytes(20, HALF) == sum(held)
+
+
+@pytest.mark.parametrize("experts", [2, 9, 60])
+@pytest.mark.parametrize("topk", [1, 2])
+@pytest.mark.parametrize("tokens", [16, 17, 18, 19, 36, 37, 120, 121])
+def test_moe_forward_agrees(monkeypatch, tokens, topk, experts):
+    taken = []
+    for forward in (packed.moe_decode, packed.moe_prefill):
+        name = forward.__name__
+        monkeypatch.setattr(moe_kernels, name, lambda *_, name=name, **__: taken.append(name))
+    layer = random_layer(Geometry(128, 256, experts), CPU)
+    x, ids = torch.zeros(tokens, 128, dtype=HALF), torch.zeros(tokens, topk, dtype=torch.int32)
+    moe_kernels.moe_forward_kernels(x, layer, ids, torch.zeros(tokens, topk))
+    workspace = Packed([layer], topk)._workspace(tokens, HALF, CPU)
+    decodes = isinstance(workspace, Workspace)
+    assert taken == ["moe_decode" if decodes else "moe_prefill"]
 
 
 def test_layers_of_other_traits_share_a_workspace_for_any(layers):
@@ -117,7 +137,7 @@ def test_what_does_not_fit_the_gpu_is_passed_over(dense):
 
 def test_sizes_that_blocks_do_not_divide():
     w2 = torch.empty(4, 200, 300, dtype=HALF)
-    way = TritonFused([ways.DenseLayer(torch.empty(4, 600, 200, dtype=HALF), w2)], 2, pdl=True)
+    way = TritonFused([DenseLayer(torch.empty(4, 600, 200, dtype=HALF), w2)], 2, pdl=True)
     shape = Shape(TrueSizes(200, 300).padded(4), TrueSizes(200, 300), 2)
     for tokens in (4, 100):
         with pytest.raises(Unavailable, match="no blocks divide 200 x 300"):
