@@ -49,9 +49,9 @@ class TorchGrouped:
         choice = Choice("torch._grouped_mm", calls, outs)
         try:
             measure(choice)
-        except torch.AcceleratorError:
-            raise
         except RuntimeError as error:  # of a GPU or sizes that this torch has no such product for
+            if inputs[0].x.is_cuda:
+                torch.cuda.synchronize()  # which raises where the GPU itself is at fault
             raise Unavailable(str(error).partition("\n")[0][:200]) from error
         return choice
 

@@ -4,12 +4,14 @@ from typing import Any
 
 from qsrt_pack.report import figures
 
+_TIMES = "microseconds a layer"
+
 
 def plot(report: dict[str, Any]) -> bytes:
     """A PNG file: times and shares of the copy bandwidth by number of tokens, a line a way."""
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for title, key, scale in (
-        ("microseconds a layer", "us", 1),
+        (_TIMES, "us", 1),
         ("% of the copy bandwidth", "share", 100),
     ):
         lines = {
@@ -22,4 +24,4 @@ def plot(report: dict[str, Any]) -> bytes:
             for way in report["ways"]
         }
         panels[title] = {name: points for name, points in lines.items() if points}
-    return figures.png(figures.plot_lines(panels, "tokens"))
+    return figures.png(figures.plot_lines(panels, "tokens", _TIMES))

@@ -43,6 +43,7 @@ def bench(
     rate = copy_rate(machine)
     subject = made(what, machine) if isinstance(what, Shape) else loaded_from(what, machine)
     dense, absent = dense_layers(subject, machine, dtype)
+    _log.info("compiling and measuring; each kernel's first call takes seconds")
     ways = make_ways(subject.layers, dense, subject.shape.topk, machine)
     rows = [_row(subject, ways, count, machine, dtype, rate) for count in tokens]
     shape = subject.shape

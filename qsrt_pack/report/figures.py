@@ -144,10 +144,12 @@ def plot_bars(bars: dict[str, float], describe: Callable[[float], str]) -> Figur
     return figure
 
 
-def plot_lines(panels: dict[str, dict[str, Sequence[tuple[float, float]]]], label: str) -> Figure:
-    """A panel by title, in it a line of points by name; both axes are logarithmic.
+def plot_lines(
+    panels: dict[str, dict[str, Sequence[tuple[float, float]]]], label: str, logarithmic: str
+) -> Figure:
+    """A panel by title, in it a line of points by name, over an axis of powers of two.
 
-    label: of the horizontal axis.
+    label: of that axis.   logarithmic: the panel whose other axis is; those of the rest begin at 0.
     """
     with _panels(len(panels), 2.2) as (figure, axes):
         for ax, (title, lines) in zip(axes, panels.items(), strict=True):
@@ -156,10 +158,13 @@ def plot_lines(panels: dict[str, dict[str, Sequence[tuple[float, float]]]], labe
                 ax.plot(*zip(*points, strict=True), color=_COLOURS[place % 4], label=name, **marks)
             ax.set_title(title)
             ax.set_xscale("log", base=2)
-            ax.set_yscale("log")
-            for axis in (ax.xaxis, ax.yaxis):
-                axis.set_major_formatter(FuncFormatter(_short))
-                axis.set_minor_formatter(NullFormatter())
+            ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:g}"))
+            if title == logarithmic:
+                ax.set_yscale("log")
+                ax.yaxis.set_minor_formatter(NullFormatter())
+            else:
+                ax.set_ylim(bottom=0)
+            ax.yaxis.set_major_formatter(FuncFormatter(_short))
         axes[-1].set_xlabel(label)
         handles, names = axes[0].get_legend_handles_labels()
         figure.legend(handles, names, loc="outside upper right", ncols=len(names))

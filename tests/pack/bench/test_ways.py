@@ -154,19 +154,12 @@ def test_launches_overlap_from_sm_90_on(layers, dense, machine):
     assert [way.name for way in make_ways(layers, [], 2, machine)] == ["qsrt"]
 
 
-def test_what_torch_cannot_do_is_told_from_what_broke_the_gpu(dense, monkeypatch):
-    way = TorchGrouped(dense, 2)
-
-    def fail(error):
-        def measure(_choice):
-            raise error
-
-        return measure
+def test_what_torch_cannot_do_here(dense):
+    def measure(_choice):
+        raise RuntimeError("not for this GPU\nat line 7")
 
     with pytest.raises(Unavailable, match=r"^not for this GPU$"):
-        way.tune(inputs_of(3), fail(RuntimeError("not for this GPU\nat line 7")))
-    with pytest.raises(torch.AcceleratorError):
-        way.tune(inputs_of(3), fail(torch.AcceleratorError("an illegal memory access")))
+        TorchGrouped(dense, 2).tune(inputs_of(3), measure)
 
 
 def test_buffers_grow_with_tokens_and_layers(dense):
