@@ -21,12 +21,13 @@ def build_card(
     *,
     license_id: str | None,
     base_model: str | None,
-    reports: dict[str, dict[str, Any] | None],
+    report: dict[str, Any] | None,
+    bench: dict[str, Any] | None = None,
 ) -> str:
     """The card's text. license_id, base_model: by default what the package's card says.
 
-    reports: of `eval` and of `bench`, by their kind. The same package and arguments give the same
-    text. Raises FormatError where license or base model is not known or no name of one.
+    report: of `eval`.   bench: of `bench`. The same package and arguments give the same text.
+    Raises FormatError where license or base model is not known or no name of one.
     """
     known = _read_card(package)
     license_id = license_id or known.get("license")
@@ -52,7 +53,8 @@ def build_card(
         base_model_relation="quantized",
         **_license_link(package, license_id),
     )
-    return f"---\n{data.to_yaml()}\n---\n\n{_body(package, repository, base_model, reports)}"
+    measured = _measured(report) + _timed(bench)
+    return f"---\n{data.to_yaml()}\n---\n\n{_body(package, repository, base_model, measured)}"
 
 
 def _read_card(package: Package) -> dict[str, Any]:
@@ -86,12 +88,7 @@ def _license_link(package: Package, license_id: str) -> dict[str, str]:
     return {"license_link": "LICENSE"}
 
 
-def _body(
-    package: Package,
-    repository: str,
-    base_model: str,
-    reports: dict[str, dict[str, Any] | None],
-) -> str:
+def _body(package: Package, repository: str, base_model: str, measured: str) -> str:
     geometry, layers = package.geometry, package.layers
     weights = {n for n in package.digests if n.endswith(".safetensors")}
     size = sum((package.path / name).stat().st_size for name in weights)
@@ -111,7 +108,7 @@ payloads, about {bits:.2f} bits a weight. Everything else is the original's, bit
 | stored bits an expert weight | {bits:.4f} |
 | bytes of weights | {size:,} |
 
-{_measured(reports["eval"])}{_timed(reports["bench"])}## Load
+{measured}## Load
 
 ```bash
 pip install 'qsrt[transformers]'

@@ -25,11 +25,11 @@ import qsrt_runtime
 from qsrt_pack.assemble.package import GIT_ATTRIBUTES
 from qsrt_pack.card import build_card
 from qsrt_pack.output import check_output, recover, replacing, state_file
-from qsrt_pack.published import read_report, report_files, side_files
+from qsrt_pack.published import BENCH, read_bench, side_files
 from qsrt_pack.validate import validate
 from qsrt_runtime.format import paths, schema
 from qsrt_runtime.format.errors import FormatError
-from qsrt_runtime.format.manifest import CARD, CHECKSUMS, MANIFEST, MARKER
+from qsrt_runtime.format.manifest import CARD, CHECKSUMS, MANIFEST, MARKER, REPORT
 from qsrt_runtime.format.package import Package, open_package, seal
 from qsrt_runtime.hub import HubError, attempt, is_repository, local_folder, resolve
 
@@ -67,13 +67,13 @@ def push(
     Validates, writes card and report, seals again, and then talks to the Hub: makes the repository
     or checks its visibility, takes away the seal of another package, sends all files but the seal,
     checks what has arrived, and commits the seal together with the removal of what is not of the
-    package. Run again after a failure, it sends what is missing.
-    report: of `eval --json`.   bench: of `bench --json`.
+    package. Run again after a failure, it sends what is missing. report: of `eval --json`.
+    bench: of `bench --json`.
     Raises FormatError for a package at fault, HubError for what the Hub does.
     """
     recover(path)
     validate(path, show_progress=show_progress)
-    package = _described(path, repository, license_id, base_model, {"eval": report, "bench": bench})
+    package = _described(path, repository, license_id, base_model, report, bench)
     show_bars(show_progress)
     api = HfApi(library_name="qsrt", library_version=qsrt_runtime.__version__)
     _prepare_repository(api, repository, private, revision)
@@ -207,17 +207,21 @@ def _described(
     repository: str,
     license_id: str | None,
     base_model: str | None,
-    given: dict[str, Path | None],
+    report: Path | None,
+    bench: Path | None,
 ) -> Package:
     """The package with its card and report, sealed again if they are not those it has."""
     package = open_package(path)
     if not package.documents.is_ours:
         raise FormatError(f"{path} was made elsewhere; push takes packages that convert has made")
-    reports = {kind: read_report(package, kind, file) for kind, file in given.items()}
-    card = build_card(
-        package, repository, license_id=license_id, base_model=base_model, reports=reports
-    )
-    wanted = {CARD: card.encode(), _ATTRIBUTES: _attributes(package), **report_files(reports)}
+    evaluation, speed = _evaluation(package, report), read_bench(package, bench)
+    names = {"license_id": license_id, "base_model": base_model}
+    card = build_card(package, repository, **names, report=evaluation, bench=speed)
+    wanted = {CARD: card.encode(), _ATTRIBUTES: _attributes(package)}
+    if evaluation is not None:
+        wanted[REPORT] = schema.dump(evaluation)
+    if speed is not None:
+        wanted[BENCH] = schema.dump(speed)
     digests = {name: hashlib.sha256(data).hexdigest() for name, data in wanted.items()}
     if all(package.digests.get(name) == digest for name, digest in digests.items()):
         return package
@@ -254,6 +258,26 @@ def _link(source: Path, target: Path) -> None:
         os.link(source.resolve(), target)
     except OSError:
         shutil.copyfile(source, target)
+
+
+def _evaluation(package: Package, report: Path | None) -> dict[str, Any] | None:
+    """The report to publish, without the paths of the machine that made it, or the one there."""
+    kept = None
+    if REPORT in package.digests:
+        kept = schema.read(package.path / REPORT, "report")
+    if report is None:
+        return kept
+    value = schema.read(report, "report")
+    if value["kind"] != "eval":
+        raise FormatError(f"{report} is a report of {value['kind']}, expected one of eval --json")
+    names = {key: Path(value[key]).name for key in ("package", "reference", "text")}
+    stripped = value | names
+    if stripped != kept and value["seal_sha256"] != package.seal_sha256:
+        raise FormatError(
+            f"{report}: seal_sha256 is {value['seal_sha256']}, the package's is "
+            f"{package.seal_sha256}; evaluate this package"
+        )
+    return stripped
 
 
 def _prepare_repository(api: HfApi, repository: str, private: bool, revision: str | None) -> None:

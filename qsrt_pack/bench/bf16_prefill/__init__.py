@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from qsrt_pack.bench.bf16_prefill.kernel import product_kernel, sum_kernel
-from qsrt_runtime.ops.group.kernel import group_kernel
+from qsrt_pack.bench.bf16_prefill.kernel import product_kernel, sort_kernel, sum_kernel
 
 # BLOCK (routes), WIDTH (columns), STEP, warps, stages
 TILES = [
@@ -53,14 +52,10 @@ class Dense:
 
     def sort(self, ids: torch.Tensor, block: int) -> None:
         routes = ids.numel()
-        group_kernel[(1,)](
-            self.w2, self.w2, ids, ids, self.w2, self.counts, self.first_block, self.cursors,
-            self.block_experts, self.order, self.order, 0, routes, self.experts, self.experts,
-            HIDDEN=self.hidden, SCALE_ROWS=1, TOPK=self.topk, BY_ROUTE=False, INPUTS=1, BLOCKS=2,
-            EXPERTS=1 << (self.experts - 1).bit_length(),
-            ROUTES=min(4096, 1 << (routes - 1).bit_length()), BLOCK=block,
-            BY_WORD=True, HAS_PLACES=False, HAS_MAP=False,
-            PDL=False, num_warps=4,
+        sort_kernel[(1,)](
+            ids, self.counts, self.first_block, self.cursors, self.block_experts, self.order,
+            routes, self.experts, EXPERTS=1 << (self.experts - 1).bit_length(),
+            ROUTES=min(4096, 1 << (routes - 1).bit_length()), BLOCK=block, num_warps=4,
         )  # fmt: skip
 
     def triton(

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from qsrt_runtime.ops.group.kernel import _sort_routes
+
 
 @triton.jit
 def product_kernel(
@@ -50,3 +52,15 @@ def sum_kernel(parts, out, HIDDEN: tl.constexpr, TOPK: tl.constexpr, WIDTH: tl.c
         row = (token * TOPK + choice).to(tl.int64) * HIDDEN
         total += tl.load(parts + row + channel).to(tl.float32)
     tl.store(out + token.to(tl.int64) * HIDDEN + channel, total.to(tl.bfloat16))
+
+
+@triton.jit(do_not_specialize=["num_routes", "num_experts"])
+def sort_kernel(
+    ids, counts, first_block, cursors, block_experts, order, num_routes, num_experts,
+    EXPERTS: tl.constexpr, ROUTES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The blocks of each expert's routes, as group_kernel's first program makes them."""
+    _sort_routes(
+        ids, ids, counts, first_block, cursors, block_experts, order, order, num_routes,
+        num_experts, num_experts, EXPERTS, ROUTES, BLOCK, False, False,
+    )  # fmt: skip

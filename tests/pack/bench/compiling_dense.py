@@ -22,7 +22,7 @@ HIDDEN, INTER, TOP_K = 2048, 768, 8
 TYPES = {
     **dict.fromkeys(("x", "w13", "w2", "act", "out", "parts"), "*bf16"),
     **dict.fromkeys(("partial", "route_weights"), "*fp32"),
-    **dict.fromkeys(("routes", "max_blocks"), "i32"),
+    **dict.fromkeys(("routes", "max_blocks", "num_routes", "num_experts"), "i32"),
 }
 SIZES = {"TOP_K": TOP_K, "HIDDEN": HIDDEN, "INTER": INTER}
 GEMM = {"ROWS": 16, "BLOCK_N": 32, "BLOCK_K": 128, "STAGES": 3}
@@ -55,6 +55,7 @@ KERNELS = {
         {"weights": "*fp32"},
         {"num_warps": 2},
     ),
+    "sort": (many.sort_kernel, {"EXPERTS": 128, "ROUTES": 4096, "BLOCK": 64}, {}, {}),
     "sum": (many.sum_kernel, {"HIDDEN": HIDDEN, "TOPK": TOP_K, "WIDTH": 256}, {}, {}),
     **{
         f"product {tile} {'gated' if gated else 'plain'}": product(tile, gated)

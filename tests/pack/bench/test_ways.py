@@ -18,9 +18,16 @@ from qsrt_pack.bench.shapes import Shape
 from qsrt_pack.bench.ways import make_ways
 from qsrt_runtime import moe_kernels
 from qsrt_runtime.format.geometry import Geometry, TrueSizes
+from qsrt_runtime.moe_kernels import FEW_ROWS
 from qsrt_runtime.moe_reference import moe_forward_reference
 from qsrt_runtime.weights import Traits
-from qsrt_runtime.workspace import PrefillWorkspace, Workspace
+from qsrt_runtime.workspace import (
+    FEW_TOKENS,
+    MAX_PREFILL_TOKENS,
+    MAX_TOKENS,
+    PrefillWorkspace,
+    Workspace,
+)
 
 CPU, HALF = torch.device("cpu"), torch.float16
 SHAPE = Shape(Geometry(128, 256, 4), TrueSizes(128, 256), 2)
@@ -58,17 +65,18 @@ def test_every_call_gives_the_layer(layers, dense, machine, tokens, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("tokens", "geometry", "topk", "kind", "room"),
+    ("tokens", "experts", "kind", "room"),
     [
-        (16, SHAPE.geometry, 2, Workspace, 16),
-        (17, SHAPE.geometry, 2, PrefillWorkspace, 17),
-        (17, Geometry(128, 256, 9), 2, Workspace, 17),
-        (300, Geometry(128, 256, 400), 1, Workspace, 256),
-        (5000, SHAPE.geometry, 2, PrefillWorkspace, 4096),
+        (FEW_TOKENS, 1, Workspace, FEW_TOKENS),
+        (FEW_ROWS * 20, 40, Workspace, FEW_ROWS * 20),
+        (FEW_ROWS * 20 + 1, 40, PrefillWorkspace, FEW_ROWS * 20 + 1),
+        (2 * MAX_TOKENS, 2 * MAX_TOKENS, Workspace, MAX_TOKENS),
+        (MAX_PREFILL_TOKENS + 1, 4, PrefillWorkspace, MAX_PREFILL_TOKENS),
     ],
 )
-def test_the_kernels_are_those_of_moe_forward(tokens, geometry, topk, kind, room):
-    way = Packed([random_layer(geometry, CPU)], topk)
+def test_workspaces_are_as_large_as_they_can_be(tokens, experts, kind, room):
+    geometry = Geometry(128, 256, experts)
+    way = Packed([replace(random_layer(SHAPE.geometry, CPU), geometry=geometry)], 2)
     workspace = way._workspace(tokens, HALF, torch.device("meta"))
     assert (type(workspace), workspace.tokens) == (kind, room)
     real = way._workspace(20, HALF, CPU)
@@ -78,7 +86,7 @@ def test_the_kernels_are_those_of_moe_forward(tokens, geometry, topk, kind, room
 
 @pytest.mark.parametrize("experts", [2, 9, 60])
 @pytest.mark.parametrize("topk", [1, 2])
-@pytest.mark.parametrize("tokens", [16, 17, 18, 19, 36, 37, 120, 121])
+@pytest.mark.parametrize("tokens", [16, 17, 18, 19, 36, 37, 120, 180, 181, 600, 601])
 def test_moe_forward_agrees(monkeypatch, tokens, topk, experts):
     taken = []
     for forward in (packed.moe_decode, packed.moe_prefill):
@@ -94,8 +102,8 @@ def test_moe_forward_agrees(monkeypatch, tokens, topk, experts):
 
 def test_layers_of_other_traits_share_a_workspace_for_any(layers):
     other = replace(layers[1], traits=Traits(0, True))
-    assert Packed(layers, 2)._workspace(20, HALF, CPU).inputs == 1
-    assert Packed([layers[0], other], 2)._workspace(20, HALF, CPU).inputs == 0
+    assert Packed(layers, 2)._workspace(400, HALF, CPU).inputs == 1
+    assert Packed([layers[0], other], 2)._workspace(400, HALF, CPU).inputs == 0
 
 
 @pytest.mark.usefixtures("few_choices")
