@@ -21,8 +21,8 @@ def moe_forward(
 
     Calls the operator `qsrt::moe_forward`, which torch.compile and graphs see as one node. It
     runs on the stored hidden size: where that is padded, rows get zeros here, and results lose
-    them. On CUDA, float16 and bfloat16 go through moe_decode, 16 tokens at a time; everything else
-    runs the reference. There an id that names no expert takes part in nothing, and nothing is
+    them. On CUDA, float16 and bfloat16 go by the kernels, see moe_kernels; everything else runs the
+    reference. There an id that names no expert takes part in nothing, and nothing is
     waited for. It has no backward: a result that is asked for a gradient raises RuntimeError, and
     so does torch.compile where x wants one.
     """

@@ -10,11 +10,13 @@ from qsrt_runtime.ops.activate import activate
 from qsrt_runtime.ops.combine import combine
 from qsrt_runtime.ops.expert_gemm import expert_gemm
 from qsrt_runtime.ops.fused import fused, is_small, makes_rows
-from qsrt_runtime.ops.fused.product import product
+from qsrt_runtime.ops.fused.product import product, wide
 from qsrt_runtime.ops.group import group
 from qsrt_runtime.ops.prepare import prepare
 from qsrt_runtime.weights import LayerWeights
-from qsrt_runtime.workspace import FEW_TOKENS, PLACES, Workspace
+from qsrt_runtime.workspace import FEW_TOKENS, MANY_PLACES, PLACES, Workspace
+
+MANY_ROWS = 6  # of an expert on average
 
 
 def moe_decode(
@@ -55,6 +57,13 @@ def moe_decode(
     return out
 
 
+def places_of(layer: LayerWeights, topk_ids: torch.Tensor) -> int:
+    """Routes of a block: MANY_PLACES where experts have MANY_ROWS on average."""
+    tokens, topk = topk_ids.shape
+    many = tokens > FEW_TOKENS and tokens * topk >= MANY_ROWS * layer.geometry.experts
+    return MANY_PLACES if many and layer.traits.uniform else PLACES
+
+
 def _launch(
     x: torch.Tensor,
     layer: LayerWeights,
@@ -78,12 +87,15 @@ def _launch(
     by_route = layer.traits.inputs == 0
     divisor = 1 if by_route else topk
     up = 0 if layer.traits.inputs == 1 else tokens * topk // divisor  # rows from gate's to up's
-    gemm = product if by_warps else expert_gemm
+    places = places_of(layer, topk_ids)
+    gemm = expert_gemm
+    if by_warps:
+        gemm = product if places == PLACES else wide
     if few:
         prepare(x, *routed, workspace, pdl)
     else:
-        group(x, *routed, workspace, PLACES, pdl)
-    gemm(workspace.rotated, *routed, workspace, divisor, up, down=False, pdl=pdl)
-    activate(*routed, before, workspace, pdl)
-    gemm(workspace.middle, *routed, workspace, 1, 0, down=True, pdl=pdl)
-    combine(*routed, after, workspace, out, pdl)
+        group(x, *routed, workspace, places, by_warps, pdl)
+    gemm(workspace.rotated, *routed, workspace, divisor, up, places, down=False, pdl=pdl)
+    activate(*routed, before, workspace, places, pdl)
+    gemm(workspace.middle, *routed, workspace, 1, 0, places, down=True, pdl=pdl)
+    combine(*routed, after, workspace, out, places, pdl)

@@ -1,5 +1,7 @@
 """moe_forward by the kernels: which of them, and in how many calls."""
 
+from collections.abc import Callable
+
 import torch
 
 from qsrt_runtime.arguments import check_arguments
@@ -10,12 +12,13 @@ from qsrt_runtime.workspace import (
     FEW_TOKENS,
     MAX_PREFILL_TOKENS,
     MAX_TOKENS,
+    PrefillWorkspace,
     Workspace,
     make_prefill_workspace,
     make_workspace,
 )
 
-FEW_ROWS = 4  # of an expert on average: decoded once or twice, without a pass to memory
+FEW_ROWS = 20  # of an expert on average, up to which decoding without a pass to memory is quicker
 
 
 def moe_forward_kernels(
@@ -31,24 +34,17 @@ def moe_forward_kernels(
     """As moe_forward_reference, of tokens in any number and layout, float16 or bfloat16.
 
     By moe_decode up to FEW_TOKENS, or to FEW_ROWS rows of an expert on average; else by
-    moe_prefill.   workspace: the caller's; then by moe_decode, for as many tokens at a time as it
-    has room for.
+    moe_prefill.   workspace: the caller's, for calls that it has room for; others have one of their
+    own.
     """
     check_arguments(x, layer, topk_ids, topk_weights, expert_map)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tokens, topk = topk_ids.shape
     if not tokens or not topk:
         return out.zero_()
-    decodes = tokens <= FEW_TOKENS or tokens * topk <= FEW_ROWS * layer.geometry.experts
-    forward, most = (moe_decode, MAX_TOKENS) if decodes else (moe_prefill, MAX_PREFILL_TOKENS)
-    if workspace is not None:
-        forward = moe_decode
-    elif decodes:
-        sizes = (layer.geometry, topk, min(tokens, most))
-        workspace = make_workspace(*sizes, x.dtype, x.device)
-    else:
-        sizes = (layer.geometry, topk, min(tokens, most), layer.traits.inputs)
-        workspace = make_prefill_workspace(*sizes, x.dtype, x.device)
+    forward = moe_decode
+    if workspace is None or tokens > workspace.tokens:
+        forward, workspace = _forward_of(layer, tokens, topk, x)
     options = {"expert_map": expert_map, "weight_on_input": weight_on_input}
     if expert_map is not None:
         options["expert_map"] = expert_map.contiguous()
@@ -58,3 +54,18 @@ def moe_forward_kernels(
     ):
         forward(rows, layer, ids, weights, workspace, results, **options)
     return out
+
+
+def decodes(layer: LayerWeights, tokens: int, topk: int) -> bool:
+    """Whether a call goes by moe_decode."""
+    few = tokens * topk <= FEW_ROWS * layer.geometry.experts and tokens <= MAX_TOKENS
+    return tokens <= FEW_TOKENS or few
+
+
+def _forward_of(
+    layer: LayerWeights, tokens: int, topk: int, x: torch.Tensor
+) -> tuple[Callable[..., torch.Tensor], Workspace | PrefillWorkspace]:
+    if decodes(layer, tokens, topk):
+        return moe_decode, make_workspace(layer.geometry, topk, tokens, x.dtype, x.device)
+    sizes = (layer.geometry, topk, min(tokens, MAX_PREFILL_TOKENS), layer.traits.inputs)
+    return moe_prefill, make_prefill_workspace(*sizes, x.dtype, x.device)

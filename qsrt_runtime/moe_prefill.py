@@ -30,7 +30,7 @@ def moe_prefill(
 
     Arguments, errors and promises as moe_decode's. Some experts at a time are decoded to E4M3
     labels, in the workspace's scratch; their routes' rows are then multiplied by these. Besides
-    moe_decode's roundings, bfloat16 rows have their sums rounded to bfloat16 after each product.
+    moe_decode's roundings, bfloat16 rows have down's sums rounded to bfloat16.
     """
     check_arguments(x, layer, topk_ids, topk_weights, expert_map)
     check_call(x, layer, topk_ids, topk_weights, expert_map, workspace, out)
@@ -74,22 +74,25 @@ def _launch(
     before, after = (topk_weights, None) if weight_on_input else (None, topk_weights)
     divisor = 1 if layer.traits.inputs == 0 else topk
     up = 0 if layer.traits.inputs == 1 else tokens * topk // divisor  # rows from gate's to up's
-    block, (by_warps, pdl) = block_size(layer, tokens * topk), ways(x.device)
-    group(x, layer, topk_ids, expert_map, workspace, block, pdl)
+    block, (by_warps, beside) = block_size(layer, tokens * topk), ways(x.device)
+    group(x, layer, topk_ids, expert_map, workspace, block, by_warps, pdl=False)
     for experts in _shares(layer, workspace, down=False):
-        expand(layer, experts, workspace, down=False, by_warps=by_warps, pdl=pdl)
+        expand(layer, experts, workspace, down=False, by_warps=by_warps)
         routes = (layer, experts, workspace, divisor, up, block)
-        grouped_gemm(workspace.rotated, *routes, down=False, pdl=pdl)
-    activate_routes(layer, topk_ids, expert_map, before, workspace, pdl)
+        grouped_gemm(workspace.rotated, *routes, down=False)
     for experts in _shares(layer, workspace, down=True):
-        expand(layer, experts, workspace, down=True, by_warps=by_warps, pdl=pdl)
-        routes = (layer, experts, workspace, 1, 0, block)
-        grouped_gemm(workspace.middle, *routes, down=True, pdl=pdl)
-    combine_routes(layer, topk_ids, expert_map, after, workspace, out, pdl)
+        is_first = experts.start == 0
+        options = {"by_warps": by_warps, "beside": by_warps and beside and is_first}
+        expand(layer, experts, workspace, down=True, **options)
+        if is_first:
+            activate_routes(layer, topk_ids, expert_map, before, workspace, **options)
+        grouped_gemm(workspace.middle, layer, experts, workspace, 1, 0, block, down=True)
+    combine_routes(layer, topk_ids, expert_map, after, workspace, out, by_warps)
 
 
 def _shares(layer: LayerWeights, workspace: PrefillWorkspace, *, down: bool) -> list[range]:
-    """The experts in runs whose matrices the scratch has room for."""
+    """The experts in runs of about one length, whose matrices the scratch has room for."""
     experts, held = layer.geometry.experts, 32 * len(layer.slots)
     most = len(workspace.scratch) // ((1 if down else 2) * held * layer.geometry.hidden)
-    return [range(first, min(first + most, experts)) for first in range(0, experts, most)]
+    each = -(-experts // -(-experts // most))
+    return [range(first, min(first + each, experts)) for first in range(0, experts, each)]

@@ -6,13 +6,14 @@ import torch
 
 from qsrt_runtime.format.geometry import Geometry
 
-MAX_TOKENS = 256  # of one call of moe_decode
+MAX_TOKENS = 1024  # of one call of moe_decode
 FEW_TOKENS = 16  # whose routes are mapped without atomics, and who may go in one launch
 PLACES = 8  # routes of a block, which share a decoded weight
+MANY_PLACES = 32  # where experts have more rows
 COLUMNS = 512  # of a tile of a product
 MAX_PREFILL_TOKENS = 4096  # of one call of moe_prefill
 MIN_BLOCK, MAX_BLOCK = 16, 128  # routes of a block of its products
-SCRATCH_BYTES = 1 << 28  # of experts' labels at a time
+SCRATCH_BYTES = 1 << 29  # of experts' labels at a time
 _PLAIN_PROGRAMS = 3  # where there is no GPU, whose multiprocessors decide
 
 
@@ -21,12 +22,12 @@ class Workspace:
     """Buffers of moe_decode, the caller's; one call at a time uses them.
 
     rotated: [2 R, H], middle: [R, I], of the rows' type, tiles in fragment order; R = tokens topk.
-    partial: [2, parts, PLACES, COLUMNS] float32, sums of what one program made of one tile; the
-    fused way has gate and up in the first half and down in the second, the plain way uses one.
+    partial: [2, n] float32, sums [parts, places, COLUMNS] of what one program made of one tile; the
+    fused way has gate and up in the first half and down in the second, others use it as one.
     counts: [2] int32, blocks of routes, and ids that name no expert and are not -1.
     arrivals: [2] int32, programs that have come to where all meet; the first is 0 between calls.
-    block_experts: [blocks], block_routes: [blocks, PLACES], -1 where empty; route_places: [R],
-    block PLACES + place of each route, -1 for none; scratch: of prepare; first_block: [E + 1],
+    block_experts: [blocks], block_routes: [blocks, places], -1 where empty; route_places: [R],
+    block places + place of each route, -1 for none; scratch: of prepare; first_block: [E + 1],
     cursors: [E], of group; int32.
     programs: of the products, one for each multiprocessor.
     """
@@ -65,10 +66,20 @@ def make_workspace(
     if topk < 1:
         raise ValueError(f"topk is {topk}, expected at least 1")
     routes = tokens * topk
-    most = min(routes, (routes + (PLACES - 1) * min(geometry.experts, routes)) // PLACES)
-    most = max(most, topk)  # the routes of a single token are blocks of their own
-    tiles = most * max(geometry.pairs, -(-geometry.hidden // COLUMNS))
     programs = _programs(device)
+
+    def blocks(places: int) -> int:
+        most = (routes + (places - 1) * min(geometry.experts, routes)) // places
+        return max(min(routes, most), topk)  # a single token's routes are blocks of their own
+
+    def sums(places: int) -> int:
+        tiles = blocks(places) * max(geometry.pairs, -(-geometry.hidden // COLUMNS))
+        return (programs + tiles) * places * COLUMNS
+
+    half, places = sums(PLACES), blocks(PLACES) * PLACES
+    if tokens > FEW_TOKENS:
+        half = max(half, -(-sums(MANY_PLACES) // 2))
+        places = max(places, blocks(MANY_PLACES) * MANY_PLACES)
 
     def integers(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
@@ -80,13 +91,11 @@ def make_workspace(
         programs=programs,
         rotated=torch.empty(2 * routes, geometry.hidden, dtype=dtype, device=device),
         middle=torch.empty(routes, geometry.intermediate, dtype=dtype, device=device),
-        partial=torch.empty(
-            2, programs + tiles, PLACES, COLUMNS, dtype=torch.float32, device=device
-        ),
+        partial=torch.empty(2, half, dtype=torch.float32, device=device),
         counts=integers(2),
         arrivals=torch.zeros(2, dtype=torch.int32, device=device),
-        block_experts=integers(most),
-        block_routes=integers(most, PLACES),
+        block_experts=integers(blocks(PLACES)),
+        block_routes=integers(places),
         route_places=integers(routes),
         scratch=integers(4 * max(16, min(routes, FEW_TOKENS * topk))),
         first_block=integers(geometry.experts + 1),
@@ -107,7 +116,8 @@ class PrefillWorkspace:
     inputs: the traits' that it has room for, see weights.Traits.
     rotated: [T, 2 T or 2 R; H], middle: [R, I], of the rows' type, tiles in fragment order, where
     R = T topk.
-    sums: [R max(2 I, H)], of gate and up, then of down; bfloat16 for bfloat16 rows, else float32.
+    sums: float32, of gate and up, [R, 2 I]; down_sums: the same memory, [R, H], bfloat16 for
+    bfloat16 rows, else float32.
     scratch: uint8, E4M3 labels of as many experts' matrices as it has room for.
     counts: [2], first_block: [E + 1], cursors: [E], block_experts: [blocks], order: [places], the
     routes by expert; int32, see ops.group.
@@ -122,6 +132,7 @@ class PrefillWorkspace:
     rotated: torch.Tensor
     middle: torch.Tensor
     sums: torch.Tensor
+    down_sums: torch.Tensor
     scratch: torch.Tensor
     counts: torch.Tensor
     first_block: torch.Tensor
@@ -156,11 +167,12 @@ def make_prefill_workspace(
     experts, one = geometry.experts, 2 * geometry.intermediate * geometry.hidden
     rows = {0: 2 * routes, 1: tokens, 2: 2 * tokens}[inputs]
     places = min(routes * MAX_BLOCK, routes + experts * (MAX_BLOCK - 1))  # for blocks of any size
-    sums = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    narrow = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
+    sums = empty(routes * max(2 * inner, hidden * narrow.itemsize // 4), dtype=torch.float32)
     return PrefillWorkspace(
         tokens=tokens,
         topk=topk,
@@ -169,7 +181,8 @@ def make_prefill_workspace(
         multiprocessors=_programs(device),
         rotated=empty(rows, hidden, dtype=dtype),
         middle=empty(routes, inner, dtype=dtype),
-        sums=empty(routes * max(2 * inner, hidden), dtype=sums),
+        sums=sums,
+        down_sums=sums.view(narrow),
         scratch=empty(max(one, min(scratch_bytes // 16 * 16, one * experts)), dtype=torch.uint8),
         counts=empty(2),
         first_block=empty(experts + 1),

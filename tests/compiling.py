@@ -18,8 +18,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.ops.activate.kernel import activate_kernel
 from qsrt_runtime.ops.activate_routes.kernel import activate_routes_kernel
+from qsrt_runtime.ops.activate_routes.warps import activate_routes_warps_kernel
 from qsrt_runtime.ops.combine.kernel import combine_kernel
 from qsrt_runtime.ops.combine_routes.kernel import combine_routes_kernel
+from qsrt_runtime.ops.combine_routes.warps import combine_routes_warps_kernel
 from qsrt_runtime.ops.expand.kernel import expand_kernel
 from qsrt_runtime.ops.expand.warps.kernel import expand_warps_kernel
 from qsrt_runtime.ops.expand.warps.ptx import group
@@ -27,6 +29,7 @@ from qsrt_runtime.ops.expert_gemm.kernel import plain_kernel
 from qsrt_runtime.ops.fused.kernel import fused_kernel
 from qsrt_runtime.ops.fused.product import ptx
 from qsrt_runtime.ops.fused.product.kernel import product_kernel
+from qsrt_runtime.ops.fused.product.wide import wide_kernel
 from qsrt_runtime.ops.group.kernel import group_kernel
 from qsrt_runtime.ops.grouped_gemm.kernel import grouped_gemm_kernel
 from qsrt_runtime.ops.grouped_gemm.ptx import convert
@@ -57,6 +60,7 @@ COMMON = {
     "BY_ROUTE": True,
     "WEIGH": True,
     "PARTS": 2,
+    "PLACES": 8,
 }
 GEMM = {"TILES": 2, "STEPS": 16, "DIVISOR": 1, "DOWN": False}
 KERNELS = {
@@ -77,7 +81,7 @@ KERNELS = {
         group_kernel,
         {
             **{"INPUTS": 2, "BLOCKS": 2, "EXPERTS": 64, "ROUTES": 4096, "BLOCK": 128},
-            **{"BY_WORD": False, "HAS_PLACES": True},
+            **{"BY_WORD": False, "HAS_PLACES": True, "WARPS": 0},
         },
         {},
         4,
@@ -93,6 +97,7 @@ KERNELS = {
         {
             **{"ROWS": 1024, "TILES": 2, "STEPS": 16, "DOWN": False, "UNIFORM": False},
             "GROUP": group(4),
+            "BESIDE": True,
         },
         {"labels": "*u8", "out": "*u8"},
         32,
@@ -101,7 +106,7 @@ KERNELS = {
         grouped_gemm_kernel,
         {
             **{"ROWS": 1024, "DEPTH": 1024, "DIVISOR": 8, "DOWN": False, "BLOCK": 128},
-            **{"WIDTH": 128, "STEP": 64, "GROUP": 8, "STAGES": 3},
+            **{"WIDTH": 256, "GROUP": 8, "STAGES": 4},
             **{f"CONVERT{i}": convert(i, torch.bfloat16) for i in range(4)},
         },
         {"out": "*bf16", "weights": "*i32"},
@@ -110,7 +115,28 @@ KERNELS = {
     "activate_routes": (
         activate_routes_kernel,
         {"BETA": 4.0, "LINEAR_BETA": 25.0},
-        {"out": "*bf16", "slab": "*u8", "sums": "*bf16"},
+        {"out": "*bf16", "slab": "*u8", "sums": "*fp32"},
+        4,
+    ),
+    "group_warps": (
+        group_kernel,
+        {
+            **{"INPUTS": 2, "BLOCKS": 2, "EXPERTS": 64, "ROUTES": 4096, "BLOCK": 128},
+            **{"BY_WORD": True, "HAS_PLACES": False, "WARPS": 32},
+        },
+        {},
+        32,
+    ),
+    "activate_routes_warps": (
+        activate_routes_warps_kernel,
+        {"BETA": 4.0, "LINEAR_BETA": 25.0, "WARPS": 4, "BESIDE": False},
+        {"out": "*bf16", "slab": "*u8", "sums": "*fp32"},
+        4,
+    ),
+    "combine_routes_warps": (
+        combine_routes_warps_kernel,
+        {"WARPS": 4},
+        {"out": "*bf16", "sums": "*bf16"},
         4,
     ),
     "combine_routes": (combine_routes_kernel, {}, {"out": "*bf16", "sums": "*bf16"}, 4),
@@ -118,6 +144,15 @@ KERNELS = {
     "product": (
         product_kernel,
         {**GEMM, "UNIFORM": True, "STEP": ptx.step(4, True), "PRODUCTS": ptx.products(True)},
+        {"out": "*fp32"},
+        32,
+    ),
+    "wide": (
+        wide_kernel,
+        {
+            **{"TILES": 2, "STEPS": 16, "DIVISOR": 8, "DOWN": False, "PLACES": 32},
+            **{"STEP2": ptx.wide_step(4, True, 2), "STEP4": ptx.wide_step(4, True, 4)},
+        },
         {"out": "*fp32"},
         32,
     ),
@@ -166,5 +201,7 @@ def compiled(name: str, capability: int) -> dict[str, object]:
 
 if __name__ == "__main__":
     for name in KERNELS:
-        for capability in (90,) if name in ("product", "fused", "expand_warps") else (80, 90):
+        for capability in (
+            (90,) if name in ("product", "wide", "fused", "expand_warps") else (80, 90)
+        ):
             sys.stdout.write(json.dumps(compiled(name, capability)) + "\n")

@@ -10,13 +10,11 @@ from qsrt_pack.bench.inputs import Input
 from qsrt_pack.bench.machine import Call
 from qsrt_runtime.arguments import padded_rows
 from qsrt_runtime.moe_decode import moe_decode
-from qsrt_runtime.moe_kernels import FEW_ROWS
+from qsrt_runtime.moe_kernels import decodes
 from qsrt_runtime.moe_prefill import moe_prefill
 from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import (
-    FEW_TOKENS,
     MAX_PREFILL_TOKENS,
-    MAX_TOKENS,
     PrefillWorkspace,
     Workspace,
     make_prefill_workspace,
@@ -66,8 +64,8 @@ class Packed:
     ) -> Workspace | PrefillWorkspace:
         """Of moe_decode or moe_prefill, whichever moe_forward takes for so many tokens."""
         geometry = self.layers[0].geometry
-        if tokens <= FEW_TOKENS or tokens * self.topk <= FEW_ROWS * geometry.experts:
-            return make_workspace(geometry, self.topk, min(tokens, MAX_TOKENS), dtype, device)
+        if decodes(self.layers[0], tokens, self.topk):
+            return make_workspace(geometry, self.topk, tokens, dtype, device)
         found = {layer.traits.inputs for layer in self.layers}
         inputs = found.pop() if len(found) == 1 else 0  # which has room for any
         most = min(tokens, MAX_PREFILL_TOKENS)

@@ -50,7 +50,7 @@ def low_bits(codes, expert, pair, layer, PAIRS: tl.constexpr, DOWN: tl.constexpr
 @triton.jit
 def block_of(
     ids, expert_map, block_experts, block_routes, block, place, num_ids, num_experts,
-    SINGLE: tl.constexpr, HAS_MAP: tl.constexpr,
+    PLACES: tl.constexpr, SINGLE: tl.constexpr, HAS_MAP: tl.constexpr,
 ):  # fmt: skip
     """The expert of a block, and the routes at some of its places, -1 for none."""
     if SINGLE:

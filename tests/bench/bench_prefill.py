@@ -1,24 +1,28 @@
-"""Many tokens: moe_prefill against the best of two bfloat16 layers of the same shape, in one run.
+"""Any number of tokens: the kernels against the best bfloat16 layers of the same shape, in one run.
 
     python tests/bench/bench_prefill.py [--shapes fruit,qwen30b,glm,mixtral]
-                                        [--tokens 16,32,64,128,256,512,1024,2048,4096] [--parts]
+                                        [--tokens 1,2,4,8,16,32,...,4096] [--parts]
 
-As bench_decode, whose layers, routings and figures these are. --parts: each launch by itself.
+As bench_decode, whose layers, routings and figures these are, as is the bfloat16 layer for up to 16
+tokens. --parts: each launch of moe_prefill by itself.
 """
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bench_decode import DEVICE, SHAPES, graph_us, random_layer, routings, say
+from bench_decode import DEVICE, SHAPES, baseline_us, graph_us, random_layer, routings, say
 
 from qsrt_pack.bench import bf16_moe
 from qsrt_pack.bench.bf16_prefill import Dense, best_us
 from qsrt_runtime.format.geometry import Geometry
+from qsrt_runtime.moe_decode import moe_decode
+from qsrt_runtime.moe_kernels import decodes
 from qsrt_runtime.moe_prefill import block_size, moe_prefill
 from qsrt_runtime.moe_reference import moe_forward_reference
 from qsrt_runtime.ops.activate_routes import activate_routes
@@ -27,26 +31,45 @@ from qsrt_runtime.ops.expand import expand
 from qsrt_runtime.ops.group import group
 from qsrt_runtime.ops.grouped_gemm import grouped_gemm
 from qsrt_runtime.weights import LayerWeights
-from qsrt_runtime.workspace import PrefillWorkspace, make_prefill_workspace
-
-SETS = 4  # of inputs; all experts together are larger than L2
+from qsrt_runtime.workspace import (
+    PrefillWorkspace,
+    Workspace,
+    make_prefill_workspace,
+    make_workspace,
+)
 
 
 def inputs_of(tokens: int, hidden: int, experts: int, topk: int) -> list[tuple[torch.Tensor, ...]]:
     found = []
-    for ids, weights in routings(tokens, experts, topk, SETS):
+    for ids, weights in routings(tokens, experts, topk, max(4, min(16, 64 // tokens))):
         x = torch.randn(tokens, hidden, device=DEVICE, dtype=torch.bfloat16)
         found.append((x, ids, weights, torch.empty_like(x)))
     return found
 
 
-def check(layer: LayerWeights, workspace: PrefillWorkspace, inputs: tuple) -> float:
+def forward_of(
+    layer: LayerWeights, tokens: int, topk: int
+) -> tuple[Callable[..., torch.Tensor], Workspace | PrefillWorkspace]:
+    sizes = (layer.geometry, topk, tokens)
+    if decodes(layer, tokens, topk):
+        return moe_decode, make_workspace(*sizes, torch.bfloat16, DEVICE)
+    inputs = layer.traits.inputs
+    return moe_prefill, make_prefill_workspace(*sizes, inputs, torch.bfloat16, DEVICE)
+
+
+def check(
+    layer: LayerWeights,
+    forward: Callable[..., torch.Tensor],
+    workspace: Workspace | PrefillWorkspace,
+    inputs: tuple[torch.Tensor, ...],
+) -> float:
+    """Relative error against the reference in float32; and two calls are the same to the bit."""
     x, ids, weights, out = inputs
-    for value in (workspace.rotated, workspace.middle, workspace.sums):
-        value.fill_(float("nan"))
-    workspace.scratch.fill_(0x7F)
-    first = moe_prefill(x, layer, ids, weights, workspace, torch.empty_like(out))
-    if not torch.equal(first, moe_prefill(x, layer, ids, weights, workspace, out)):
+    for name in ("rotated", "middle", "partial", "sums"):
+        if hasattr(workspace, name):
+            getattr(workspace, name).fill_(float("nan"))
+    first = forward(x, layer, ids, weights, workspace, torch.empty_like(out))
+    if not torch.equal(first, forward(x, layer, ids, weights, workspace, out)):
         raise SystemExit("two calls differ")
     some = slice(0, 64)
     expected = moe_forward_reference(x[some].float(), layer, ids[some], weights[some])
@@ -64,21 +87,22 @@ def parts_us(layer: LayerWeights, topk: int, workspace: PrefillWorkspace, inputs
     some = len(workspace.scratch) // (2 * layer.geometry.intermediate * layer.geometry.hidden)
     experts = range(min(some, layer.geometry.experts))
     moe_prefill(x, layer, ids, weights, workspace, out)
-    options = {"by_warps": True, "pdl": False}
     calls = {
-        "group": lambda: group(x, layer, ids, None, workspace, block, False),
+        "group": lambda: group(x, layer, ids, None, workspace, block, True, False),
         f"expand gate, up of {len(experts)}": lambda: expand(
-            layer, experts, workspace, down=False, **options
+            layer, experts, workspace, down=False, by_warps=True
         ),
         "gate, up": lambda: grouped_gemm(
-            workspace.rotated, layer, experts, workspace, topk, up, block, down=False, pdl=False
+            workspace.rotated, layer, experts, workspace, topk, up, block, down=False
         ),
-        "activate": lambda: activate_routes(layer, ids, None, None, workspace, False),
-        "expand down": lambda: expand(layer, experts, workspace, down=True, **options),
+        "activate": lambda: activate_routes(
+            layer, ids, None, None, workspace, by_warps=True, beside=False
+        ),
+        "expand down": lambda: expand(layer, experts, workspace, down=True, by_warps=True),
         "down": lambda: grouped_gemm(
-            workspace.middle, layer, experts, workspace, 1, 0, block, down=True, pdl=False
+            workspace.middle, layer, experts, workspace, 1, 0, block, down=True
         ),
-        "combine": lambda: combine_routes(layer, ids, None, weights, workspace, out, False),
+        "combine": lambda: combine_routes(layer, ids, None, weights, workspace, out, True),
     }
     return ", ".join(f"{name} {graph_us([call] * 4, 7):.1f}" for name, call in calls.items())
 
@@ -86,31 +110,30 @@ def parts_us(layer: LayerWeights, topk: int, workspace: PrefillWorkspace, inputs
 def bench(name: str, tokens: list[int], parts: bool) -> None:
     hidden, intermediate, experts, topk = SHAPES[name]
     layer = random_layer(Geometry(hidden, intermediate, experts))
-    w13, w2 = bf16_moe.make_weights(name)
+    tensors = bf16_moe.make_weights(name)
     for count in tokens:
-        workspace = make_prefill_workspace(
-            layer.geometry, topk, count, layer.traits.inputs, torch.bfloat16, DEVICE
-        )
+        forward, workspace = forward_of(layer, count, topk)
         inputs = inputs_of(count, hidden, experts, topk)
-        error = check(layer, workspace, inputs[0])
-        calls = [
-            lambda i=i, w=workspace: moe_prefill(i[0], layer, i[1], i[2], w, i[3]) for i in inputs
-        ]
-        us = graph_us(calls)
-        if parts:
-            say(f"{name:8} M={count:<4} {us:8.1f} us: {parts_us(layer, topk, workspace, inputs)}")
+        error = check(layer, forward, workspace, inputs[0])
+        us = graph_us([lambda i=i: forward(i[0], layer, *i[1:3], workspace, i[3]) for i in inputs])
+        text = f"{name:8} M={count:<4} {us:8.1f} us"
+        if parts and forward is moe_prefill:
+            say(f"{text}: {parts_us(layer, topk, workspace, inputs)}")
             continue
-        dense, way = best_us(Dense(w13, w2, count, topk), inputs, graph_us)
+        if (name, count) in bf16_moe.BEST:
+            dense, way = baseline_us(name, count, tensors)[1], "fused"
+        else:
+            dense, way = best_us(Dense(*tensors, count, topk), inputs, graph_us)
         say(
-            f"{name:8} M={count:<4} {us:8.1f} us, error {error:.2e}; bfloat16 {dense:8.1f} us "
-            f"({way}), ratio of speeds {dense / us:.2f}"
+            f"{text}, error {error:.2e}; bfloat16 {dense:8.1f} us ({way}), "
+            f"ratio of speeds {dense / us:.2f}"
         )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shapes", default=",".join(SHAPES))
-    parser.add_argument("--tokens", default="16,32,64,128,256,512,1024,2048,4096")
+    parser.add_argument("--tokens", default=",".join(str(1 << power) for power in range(13)))
     parser.add_argument("--parts", action="store_true")
     arguments = parser.parse_args()
     for name in arguments.shapes.split(","):

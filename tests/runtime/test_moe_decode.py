@@ -20,11 +20,12 @@ from layers import (
 )
 
 from qsrt_runtime import moe_decode as module
+from qsrt_runtime import moe_kernels
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.moe import moe_forward
 from qsrt_runtime.moe_decode import moe_decode
-from qsrt_runtime.moe_kernels import moe_forward_kernels
+from qsrt_runtime.moe_kernels import decodes, moe_forward_kernels
 from qsrt_runtime.moe_reference import moe_forward_reference
 from qsrt_runtime.ops import fused
 from qsrt_runtime.weights import LayerWeights, Traits, traits_of
@@ -88,7 +89,7 @@ def test_weights_on_the_input(name, dtype, tokens):  # RT-8a, RT-8b
 
 
 @pytest.mark.parametrize(("name", "dtype"), DEVICES)
-@pytest.mark.parametrize("tokens", [1, 2, 7, 16, 37])
+@pytest.mark.parametrize("tokens", [1, 2, 7, 16, 37, pytest.param(200, marks=GPU)])
 def test_any_number_of_tokens(name, dtype, tokens):
     layer = random_layer(SMALL, place(name))
     check(*inputs_of(layer, tokens, dtype))
@@ -224,13 +225,28 @@ def test_a_range_of_experts_is_a_layer_of_its_own(name, dtype):
 
 
 @pytest.mark.parametrize(("name", "dtype"), DEVICES)
-def test_many_tokens_in_a_callers_workspace(name, dtype):
+def test_a_callers_workspace(name, dtype):
     layer = random_layer(SMALL, place(name))
     x, ids, weights = inputs(layer, 7, 2, dtype)
-    workspace = poisoned(layer, 2, dtype, tokens=3)
-    found = moe_forward_kernels(x, layer, ids, weights, workspace=workspace)
-    assert torch.equal(found[6:], run(x[6:], layer, ids[6:], weights[6:]))
-    assert error(found, moe_forward_reference(x.float(), layer, ids, weights)) < BOUND[dtype]
+    for tokens in (3, 7):  # of which one has room
+        workspace = poisoned(layer, 2, dtype, tokens)
+        before = workspace.rotated.clone()
+        found = moe_forward_kernels(x, layer, ids, weights, workspace=workspace)
+        assert torch.equal(found, run(x, layer, ids, weights))
+        assert torch.equal(before.nan_to_num(), workspace.rotated.nan_to_num()) == (tokens == 3)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "ways"), [(16, {"moe_decode"}), (17, {"moe_decode"}), (60, {"moe_prefill"})]
+)
+def test_which_way_tokens_go(tokens, ways, monkeypatch):
+    layer = random_layer(SMALL, place(DEVICES[0].values[0]))
+    taken = set()
+    for way in ("moe_decode", "moe_prefill"):
+        monkeypatch.setattr(moe_kernels, way, lambda *_, way=way, **__: taken.add(way))
+    moe_forward_kernels(*inputs_of(layer, tokens, HALF))
+    assert taken == ways
+    assert decodes(layer, tokens, 3) == (taken == {"moe_decode"})
 
 
 @pytest.mark.parametrize(("name", "dtype"), DEVICES)
@@ -321,9 +337,9 @@ def test_format_bytes_that_kernels_do_not_know(code):
         traits_of(torch.zeros(3, 2, 128, dtype=HALF), codes)
 
 
-@pytest.mark.parametrize(("tokens", "topk"), [(0, 1), (257, 1), (1, 0)])
+@pytest.mark.parametrize(("tokens", "topk"), [(0, 1), (1025, 1), (1, 0)])
 def test_workspaces_that_make_no_sense(tokens, topk):
-    with pytest.raises(ValueError, match=r"expected|is for 1 to 256 tokens"):
+    with pytest.raises(ValueError, match=r"expected|is for 1 to 1024 tokens"):
         make_workspace(SMALL, topk, tokens, HALF, torch.device("cpu"))
 
 
@@ -399,10 +415,11 @@ def test_the_operator_in_a_graph():
 
 
 @GPU
-def test_many_tokens_in_a_graph_with_a_callers_workspace():
+@pytest.mark.parametrize("tokens", [14, 40, 300])
+def test_a_graph_with_a_callers_workspace(tokens):
     layer = on_gpu()
     workspace = poisoned(layer, 2, BFLOAT)
-    x, ids, weights = inputs(layer, 40, 2, BFLOAT)
+    x, ids, weights = inputs(layer, tokens, 2, BFLOAT)
     expected = moe_forward_kernels(x, layer, ids, weights, workspace=workspace).clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -55,7 +55,7 @@ class Dense:
         sort_kernel[(1,)](
             ids, self.counts, self.first_block, self.cursors, self.block_experts, self.order,
             routes, self.experts, EXPERTS=1 << (self.experts - 1).bit_length(),
-            ROUTES=min(4096, 1 << (routes - 1).bit_length()), BLOCK=block, num_warps=4,
+            ROUTES=min(4096, 1 << (routes - 1).bit_length()), BLOCK=block, num_warps=32,
         )  # fmt: skip
 
     def triton(

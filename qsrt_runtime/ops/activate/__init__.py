@@ -15,15 +15,16 @@ def activate(
     expert_map: torch.Tensor | None,
     weights: torch.Tensor | None,
     workspace: Workspace,
+    places: int,
     pdl: bool,
 ) -> None:
     """Sums of gate and up, rotation, scales, activation, scales, rotation: rows for down.
 
-    weights: [T, k], factors of gate and up, or None.
+    weights: [T, k], factors of gate and up, or None.   places: of a block of routes.
     """
     pairs, experts = len(layer.slots) // 8, layer.geometry.experts
     activate_kernel[(topk_ids.numel(), pairs)](
-        workspace.partial[0],
+        workspace.partial,
         layer.atoms,
         layer.activations,
         layer.activations if weights is None else weights,
@@ -44,6 +45,7 @@ def activate(
         BETA=SITU_BETA,
         LINEAR_BETA=SITU_LINEAR_BETA,
         WEIGH=weights is not None,
+        PLACES=places,
         SINGLE=len(topk_ids) == 1,
         PARTS=8 if len(topk_ids) == 1 else 2,
         HAS_MAP=expert_map is not None,

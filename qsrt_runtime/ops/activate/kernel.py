@@ -5,7 +5,6 @@ import triton.language as tl
 
 from qsrt_runtime.ops.kernel import (
     COLUMNS,
-    PLACES,
     expert_of,
     first_and_last_program,
     middle_scales,
@@ -40,6 +39,7 @@ def activate_kernel(
     BETA: tl.constexpr,
     LINEAR_BETA: tl.constexpr,
     WEIGH: tl.constexpr,
+    PLACES: tl.constexpr,
     SINGLE: tl.constexpr,
     PARTS: tl.constexpr,
     HAS_MAP: tl.constexpr,

@@ -4,6 +4,7 @@ import torch
 
 from qsrt_runtime.format.manifest import SITU_BETA, SITU_LINEAR_BETA
 from qsrt_runtime.ops.activate_routes.kernel import activate_routes_kernel
+from qsrt_runtime.ops.activate_routes.warps import activate_routes_warps_kernel
 from qsrt_runtime.ops.launch import dependent
 from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import PrefillWorkspace
@@ -15,14 +16,22 @@ def activate_routes(
     expert_map: torch.Tensor | None,
     weights: torch.Tensor | None,
     workspace: PrefillWorkspace,
-    pdl: bool,
+    by_warps: bool,
+    beside: bool,
 ) -> None:
     """Rotation, scales, activation, scales, rotation of the sums: rows for down.
 
-    weights: [T, k], factors of gate and up, or None.
+    weights: [T, k], factors of gate and up, or None.   by_warps: see launching.ways.
+    beside: it runs beside the launch before, by warps.
     """
     pairs, experts = len(layer.slots) // 8, layer.geometry.experts
-    activate_routes_kernel[(topk_ids.numel(), pairs)](
+    kernel, grid, warps = activate_routes_kernel, (topk_ids.numel(), pairs), 4
+    options = {}
+    if by_warps:
+        kernel, warps = activate_routes_warps_kernel, 4 if pairs <= 2 else 8
+        grid = (topk_ids.numel(), -(-2 * pairs // warps))
+        options = {"WARPS": warps, "BESIDE": beside, **dependent(beside)}
+    kernel[grid](
         workspace.sums,
         layer.atoms,
         layer.activations,
@@ -40,7 +49,6 @@ def activate_routes(
         LINEAR_BETA=SITU_LINEAR_BETA,
         WEIGH=weights is not None,
         HAS_MAP=expert_map is not None,
-        PDL=pdl,
-        num_warps=4,
-        **dependent(pdl),
+        num_warps=warps,
+        **options,
     )

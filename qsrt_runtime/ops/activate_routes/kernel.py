@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from qsrt_runtime.ops.kernel import expert_of, middle_scales, store_middle, wait_for_previous
+from qsrt_runtime.ops.kernel import expert_of, middle_scales, store_middle
 
 
 @triton.jit(
@@ -28,7 +28,6 @@ def activate_routes_kernel(
     LINEAR_BETA: tl.constexpr,
     WEIGH: tl.constexpr,
     HAS_MAP: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """One pair of one route; routes without an expert are left as they are.
 
@@ -36,7 +35,6 @@ def activate_routes_kernel(
     out: [routes, 256 PAIRS], a slot's 32 channels after one another, in word order.
     """
     route, pair = tl.program_id(0), tl.program_id(1)
-    wait_for_previous(PDL)
     expert, _ = expert_of(ids, expert_map, route, True, num_ids, num_experts, HAS_MAP)
     if expert < 0:
         return

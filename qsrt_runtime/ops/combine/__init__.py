@@ -17,16 +17,18 @@ def combine(
     weights: torch.Tensor | None,
     workspace: Workspace,
     out: torch.Tensor,
+    places: int,
     pdl: bool,
 ) -> None:
     """Sum each token's routes, rotate and scale.
 
     weights: [T, k], factors of the routes' results, or None.   out: [T, H], contiguous.
+    places: of a block of routes.
     """
     hidden, experts, topk = layer.geometry.hidden, layer.geometry.experts, topk_ids.shape[1]
     choices, by_route = 1 << (topk - 1).bit_length(), layer.traits.inputs == 0
     combine_kernel[(len(out), -(-hidden // 256))](
-        workspace.partial[0],
+        workspace.partial,
         layer.shared_scales[2],
         layer.activations if weights is None else weights,
         topk_ids,
@@ -47,6 +49,7 @@ def combine(
         CHUNK=min(choices, ROTATED) if by_route else choices,
         BY_ROUTE=by_route,
         WEIGH=weights is not None,
+        PLACES=places,
         SINGLE=len(topk_ids) == 1,
         PARTS=8 if len(topk_ids) == 1 else 2,
         HAS_MAP=expert_map is not None,

@@ -3,9 +3,11 @@
 import torch
 
 from qsrt_runtime.ops.combine_routes.kernel import combine_routes_kernel
-from qsrt_runtime.ops.launch import dependent
+from qsrt_runtime.ops.combine_routes.warps import combine_routes_warps_kernel
 from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import PrefillWorkspace
+
+WARPS = 4
 
 
 def combine_routes(
@@ -15,20 +17,31 @@ def combine_routes(
     weights: torch.Tensor | None,
     workspace: PrefillWorkspace,
     out: torch.Tensor,
-    pdl: bool,
+    by_warps: bool,
 ) -> None:
     """Sum each token's routes, rotate and scale.
 
     weights: [T, k], factors of the routes' results, or None.   out: [T, H], contiguous.
+    by_warps: see launching.ways.
     """
     hidden, experts = layer.geometry.hidden, layer.geometry.experts
-    combine_routes_kernel[(len(out), -(-hidden // 256))](
-        workspace.sums,
+    tensors = (
+        workspace.down_sums,
         layer.shared_scales[2],
         layer.activations if weights is None else weights,
         topk_ids,
         topk_ids if expert_map is None else expert_map,
         out,
+    )
+    options = {}
+    if by_warps:
+        kernel, grid = combine_routes_warps_kernel, (-(-len(out) * (hidden // 128) // WARPS),)
+        tensors += (len(out),)
+        options = {"WARPS": WARPS}
+    else:
+        kernel, grid = combine_routes_kernel, (len(out), -(-hidden // 256))
+    kernel[grid](
+        *tensors,
         experts if expert_map is None else len(expert_map),
         experts,
         HIDDEN=hidden,
@@ -37,7 +50,6 @@ def combine_routes(
         BY_ROUTE=layer.traits.inputs == 0,
         WEIGH=weights is not None,
         HAS_MAP=expert_map is not None,
-        PDL=pdl,
-        num_warps=4,
-        **dependent(pdl),
+        num_warps=WARPS,
+        **options,
     )

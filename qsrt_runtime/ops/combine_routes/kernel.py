@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from qsrt_runtime.ops.kernel import expert_of, rotate, wait_for_previous
+from qsrt_runtime.ops.kernel import expert_of, rotate
 
 
 @triton.jit(
@@ -25,7 +25,6 @@ def combine_routes_kernel(
     BY_ROUTE: tl.constexpr,
     WEIGH: tl.constexpr,
     HAS_MAP: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """256 channels of one token, its routes in their order.
 
@@ -35,7 +34,6 @@ def combine_routes_kernel(
     token = tl.program_id(0)
     channel = tl.program_id(1) * 256 + tl.arange(0, 256)
     is_channel = channel < HIDDEN
-    wait_for_previous(PDL)
     result = tl.zeros((256,), tl.float32)
     for choice in tl.range(0, TOPK):
         route = token * TOPK + choice

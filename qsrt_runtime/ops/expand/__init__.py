@@ -4,7 +4,7 @@ import torch
 
 from qsrt_runtime.ops.expand.kernel import expand_kernel
 from qsrt_runtime.ops.expand.warps import expand_warps
-from qsrt_runtime.ops.launch import dependent, labels
+from qsrt_runtime.ops.launch import labels
 from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import PrefillWorkspace
 
@@ -18,15 +18,16 @@ def expand(
     *,
     down: bool,
     by_warps: bool,
-    pdl: bool,
+    beside: bool = False,
 ) -> None:
     """Gate and up, or down, of those experts of a range that have routes, to the scratch.
 
-    The scratch has them as [experts, 2 I held, H], or [experts, H, I held].
-    by_warps: see launching.ways.
+    The scratch has them as [experts, 2 I held, H], or [experts, H, I held], eight rows' 64 columns
+    after one another.
+    by_warps: see launching.ways.   beside: the next launch runs beside this one, by warps.
     """
     if by_warps:
-        expand_warps(layer, experts, workspace, down=down, pdl=pdl)
+        expand_warps(layer, experts, workspace, down=down, beside=beside)
         return
     geometry, pairs = layer.geometry, len(layer.slots) // 8
     rows = geometry.hidden if down else 512 * pairs
@@ -49,7 +50,5 @@ def expand(
         DOWN=down,
         UNIFORM=layer.traits.uniform,
         WIDTH=WIDTH,
-        PDL=pdl,
         num_warps=4,
-        **dependent(pdl),
     )

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from qsrt_runtime.ops.kernel import COLUMNS, decode, in_fragment_order, wait_for_previous
+from qsrt_runtime.ops.kernel import COLUMNS, decode, in_fragment_order
 
 
 @triton.jit(
@@ -28,15 +28,13 @@ def expand_kernel(
     DOWN: tl.constexpr,
     UNIFORM: tl.constexpr,
     WIDTH: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """WIDTH rows and 64 columns of one expert that has routes.
 
-    out: [experts, ROWS, 64 STEPS] uint8, tiles in fragment order along a row. Rows are of gate
-    and up together 512 for each physical pair (low then high record of either), of down the hidden
-    channels.   labels: [3, 65536] uint8.
+    out: [experts, ROWS / 8, STEPS, 8, 64] uint8, tiles in fragment order along a row. Of gate and
+    up together there are 512 rows for each physical pair (low then high record of either), of down
+    the hidden channels.   labels: [3, 65536] uint8.
     """
-    wait_for_previous(PDL)
     local, step = tl.program_id(0), tl.program_id(2)
     expert = first_expert + local
     if tl.load(first_block + expert) == tl.load(first_block + expert + 1):
@@ -60,6 +58,6 @@ def expand_kernel(
         DOWN,
         UNIFORM,
     )
-    target = out + (local.to(tl.int64) * ROWS + row)[None, :] * (64 * STEPS)
-    depth = in_fragment_order(step * 64 + tl.arange(0, 64))
-    tl.store(target + depth[:, None], found, mask=(row < ROWS)[None, :])
+    place = in_fragment_order(tl.arange(0, 64))[:, None]
+    first = ((local.to(tl.int64) * ROWS + row) // 8 * STEPS + step) * 512 + row % 8 * 64
+    tl.store(out + first[None, :] + place, found, mask=(row < ROWS)[None, :])

@@ -18,6 +18,7 @@ def expert_gemm(
     workspace: Workspace,
     divisor: int,
     matrix_rows: int,
+    places: int,
     *,
     down: bool,
     pdl: bool,
@@ -25,7 +26,7 @@ def expert_gemm(
     """Partial sums of gate and up, or of down, to the workspace.
 
     rows: [n, H] or [n, I held], tiles in fragment order; route r's row is r // divisor, and for
-    up matrix_rows further.
+    up matrix_rows further.   places: of a block of routes.
     """
     geometry, pairs = layer.geometry, len(layer.slots) // 8
     columns = min(COLUMNS, geometry.hidden) if down else COLUMNS
@@ -40,7 +41,7 @@ def expert_gemm(
         workspace.counts,
         workspace.block_experts,
         workspace.block_routes,
-        workspace.partial[0],
+        workspace.partial,
         layer.layer,
         layer.slots.start // 8,
         matrix_rows,
@@ -54,6 +55,7 @@ def expert_gemm(
         STEPS=4 * pairs if down else geometry.hidden // 64,
         DIVISOR=divisor,
         TOPK=topk_ids.shape[1],
+        PLACES=places,
         SINGLE=len(topk_ids) == 1,
         HAS_MAP=expert_map is not None,
         DOWN=down,

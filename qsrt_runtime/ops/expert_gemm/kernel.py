@@ -14,7 +14,6 @@ import triton.language as tl
 
 from qsrt_runtime.ops.kernel import (
     COLUMNS,
-    PLACES,
     block_of,
     decode,
     in_fragment_order,
@@ -52,6 +51,7 @@ def plain_kernel(
     TOPK: tl.constexpr,
     DOWN: tl.constexpr,
     UNIFORM: tl.constexpr,
+    PLACES: tl.constexpr,
     SINGLE: tl.constexpr,
     HAS_MAP: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -65,7 +65,8 @@ def plain_kernel(
     wait_for_previous(PDL)
     program = tl.program_id(0)
     column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    place = tl.arange(0, 16)  # twice PLACES: what tl.dot takes at least
+    size: tl.constexpr = PLACES if PLACES > 16 else 16  # what tl.dot takes at least
+    place = tl.arange(0, size)
     total = TOPK * TILES * STEPS
     if not SINGLE:
         total = tl.load(counts) * TILES * STEPS
@@ -85,13 +86,14 @@ def plain_kernel(
             place,
             num_ids,
             num_experts,
+            PLACES,
             SINGLE,
             HAS_MAP,
         )
         row = tl.maximum(route, 0) // DIVISOR
         if not DOWN:
             row += matrix_rows * (tl.program_id(1) * WIDTH // 256)
-        sums = tl.zeros((16, WIDTH), tl.float32)
+        sums = tl.zeros((size, WIDTH), tl.float32)
         step = first
         while step < last:
             depth = step * 64 + tl.arange(0, 64)

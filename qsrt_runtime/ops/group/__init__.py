@@ -8,6 +8,7 @@ from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import PrefillWorkspace, Workspace
 
 BLOCKS = 2  # Hadamard blocks of a program
+WARPS = 32  # of a program where each rotates a block: sorting waits for memory, a little at each
 ROUTES = 4096  # looked at at once
 
 
@@ -18,13 +19,15 @@ def group(
     expert_map: torch.Tensor | None,
     workspace: Workspace | PrefillWorkspace,
     block: int,
+    by_warps: bool,
     pdl: bool,
 ) -> None:
     """Fill the workspace's map of routes and rotated rows.
 
     x: [T, H], topk_ids: [T, k], contiguous; a value that names no expert takes part in nothing,
-    and is counted unless it is -1.   block: routes of a block, PLACES for moe_decode's workspace.
+    and is counted unless it is -1.   block: routes of a block.
     Rows are in fragment order for moe_decode, in word order for moe_prefill.
+    by_warps: see launching.ways.
     """
     decodes = isinstance(workspace, Workspace)
     order = workspace.block_routes if decodes else workspace.order
@@ -32,7 +35,10 @@ def group(
     hidden, experts = layer.geometry.hidden, layer.geometry.experts
     by_route = layer.traits.inputs == 0
     rows = tokens * topk if by_route else tokens
-    group_kernel[(1 + rows * -(-hidden // (128 * BLOCKS)),)](
+    programs = (
+        -(-rows * (hidden // 128) // WARPS) if by_warps else rows * -(-hidden // (128 * BLOCKS))
+    )
+    group_kernel[(1 + programs,)](
         x,
         layer.shared_scales,
         topk_ids,
@@ -59,8 +65,9 @@ def group(
         BLOCK=block,
         BY_WORD=not decodes,
         HAS_PLACES=decodes,
+        WARPS=WARPS if by_warps else 0,
         HAS_MAP=expert_map is not None,
         PDL=pdl,
-        num_warps=4,
+        num_warps=WARPS if by_warps else 4,
         **dependent(pdl),
     )

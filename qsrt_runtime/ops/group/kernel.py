@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from qsrt_runtime.ops.kernel import expert_of, rotate_rows, wait_for_previous
+from qsrt_runtime.ops.warps.kernel import rotate_rows_by_warps
 
 
 @triton.jit
@@ -27,7 +28,8 @@ def _sort_routes(
 ):
     """Count each expert's routes, give it whole blocks of BLOCK places, and fill them.
 
-    Places within an expert are taken in any order: a route's results do not depend on it.
+    An expert's routes stand in any order, or where HAS_PLACES in their own: then a route's results
+    may depend on its block.
     """
     expert = tl.arange(0, EXPERTS)
     is_expert = expert < num_experts
@@ -70,9 +72,31 @@ def _sort_routes(
         has_expert = mask & (found >= 0)
         place = tl.atomic_add(cursors + found, 1, mask=has_expert, sem="relaxed")
         tl.store(order + place, route, mask=has_expert)
-        if HAS_PLACES:
-            tl.store(places + route, tl.where(has_expert, place, -1), mask=mask)
         start += ROUTES
+    if HAS_PLACES:
+        tl.debug_barrier()
+        start = 0
+        while start < num_routes:  # each route's rank among its expert's
+            route = start + tl.arange(0, ROUTES)
+            mask = route < num_routes
+            found, _ = expert_of(ids, expert_map, route, mask, num_ids, num_experts, HAS_MAP)
+            has_expert = mask & (found >= 0)
+            base = tl.load(first_block + found, mask=has_expert, other=0) * BLOCK
+            end = tl.load(cursors + found, mask=has_expert, other=0)
+            place, number, most = base, 0, tl.max(end - base, 0)
+            while number < most:
+                other = tl.load(order + base + number, mask=base + number < end, other=num_routes)
+                place += (other < route).to(tl.int32)
+                number += 1
+            tl.store(places + route, tl.where(has_expert, place, -1), mask=mask)
+            start += ROUTES
+        tl.debug_barrier()
+        start = 0
+        while start < num_routes:
+            route = start + tl.arange(0, ROUTES)
+            place = tl.load(places + route, mask=route < num_routes, other=-1)
+            tl.store(order + place, route, mask=place >= 0)
+            start += ROUTES
 
 
 @triton.jit(
@@ -107,9 +131,11 @@ def group_kernel(
     BY_WORD: tl.constexpr,
     HAS_PLACES: tl.constexpr,
     HAS_MAP: tl.constexpr,
+    WARPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program 0 sorts the routes, each other one rotates BLOCKS Hadamard blocks of a row.
+    """Program 0 sorts the routes, each other one rotates BLOCKS Hadamard blocks of a row, or WARPS
+    of them by warps.
 
     first_block: [num_experts + 1], cursors: [num_experts], block_experts: [blocks], order:
     [blocks, BLOCK], -1 where empty; counts: [2], blocks, and ids that name no expert and are not
@@ -136,6 +162,26 @@ def group_kernel(
             BLOCK,
             HAS_PLACES,
             HAS_MAP,
+        )
+    elif WARPS:
+        rotate_rows_by_warps(
+            x,
+            scales,
+            ids,
+            expert_map,
+            rotated,
+            (program - 1) * WARPS,
+            num_rows,
+            num_ids,
+            num_experts,
+            HIDDEN,
+            SCALE_ROWS,
+            TOPK,
+            BY_ROUTE,
+            INPUTS,
+            HAS_MAP,
+            BY_WORD,
+            WARPS,
         )
     else:
         parts: tl.constexpr = (HIDDEN // 128 + BLOCKS - 1) // BLOCKS

@@ -5,11 +5,19 @@ import torch
 from qsrt_runtime.ops.grouped_gemm import ptx
 from qsrt_runtime.ops.grouped_gemm.kernel import grouped_gemm_kernel
 from qsrt_runtime.ops.kernel import INTERPRETED
-from qsrt_runtime.ops.launch import dependent
 from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import PrefillWorkspace
 
-PROGRAMS = 2  # of each multiprocessor
+
+def tiles(block: int, down: bool) -> tuple[int, int, int, int, int]:
+    """A tile's rows of the weights, its warps and stages, programs on each multiprocessor, and the
+    blocks that share a tile of weights, as measured on an H200 (bench_prefill.py).
+    """
+    if block <= 16:
+        return 128, 4, 5, 4, 8
+    if block < 128:
+        return 256, 8, 4, 2, 8
+    return (256, 16, 4, 1, 16) if down else (256, 8, 4, 1, 8)
 
 
 def grouped_gemm(
@@ -22,7 +30,6 @@ def grouped_gemm(
     block: int,
     *,
     down: bool,
-    pdl: bool,
 ) -> None:
     """Sums of gate and up, or of down, of the routes of a range of experts, to the workspace.
 
@@ -30,13 +37,14 @@ def grouped_gemm(
     up matrix_rows further.   The scratch holds the experts' matrices.   block: routes of a block.
     """
     hidden, held = layer.geometry.hidden, 32 * len(layer.slots)
-    grouped_gemm_kernel[(PROGRAMS * workspace.multiprocessors,)](
+    width, warps, stages, programs, sharing = tiles(block, down)
+    grouped_gemm_kernel[(programs * workspace.multiprocessors,)](
         rows,
         workspace.scratch.view(torch.int32),
         workspace.first_block,
         workspace.block_experts,
         workspace.order,
-        workspace.sums,
+        workspace.down_sums if down else workspace.sums,
         experts.start,
         experts.stop,
         matrix_rows,
@@ -45,14 +53,11 @@ def grouped_gemm(
         DIVISOR=divisor,
         DOWN=down,
         BLOCK=block,
-        WIDTH=128,
-        STEP=64,
-        GROUP=8,
+        WIDTH=width,
+        GROUP=sharing,
         **converts(rows.dtype),
-        STAGES=3,
-        PDL=pdl,
-        num_warps=8 if block > 32 else 4,
-        **dependent(pdl),
+        STAGES=stages,
+        num_warps=warps,
     )
 
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from qsrt_runtime.ops.kernel import label_values, wait_for_previous
+from qsrt_runtime.ops.kernel import label_values
 
 
 @triton.jit(do_not_specialize=["first_expert", "end_expert", "matrix_rows"])
@@ -23,26 +23,23 @@ def grouped_gemm_kernel(
     DOWN: tl.constexpr,
     BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
-    STEP: tl.constexpr,
     GROUP: tl.constexpr,
     CONVERT0: tl.constexpr,
     CONVERT1: tl.constexpr,
     CONVERT2: tl.constexpr,
     CONVERT3: tl.constexpr,
     STAGES: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """Tiles of BLOCK routes and WIDTH rows of the weights, program by program.
 
     x: [rows, DEPTH] in word order; route r's row is r // DIVISOR, for up's results matrix_rows
-    further.   weights: [end_expert - first_expert, ROWS, DEPTH / 4] int32, four labels each, in
-    fragment order.   out: [routes, ROWS].   STEP: 64, which word order is made for.
+    further.   weights: [end_expert - first_expert, ROWS / 8, DEPTH / 64, 8, 16] int32, four labels
+    each, in fragment order.   out: [routes, ROWS].
     CONVERT0 to CONVERT3: see label_values. A byte of all words is what a product of depth 16 takes
     from registers: no label passes through shared memory a second time.
     GROUP: blocks that share a tile of weights, one after another, while it is in the cache.
     """
-    wait_for_previous(PDL)
-    tiles: tl.constexpr = ROWS // WIDTH
+    tiles: tl.constexpr = (ROWS + WIDTH - 1) // WIDTH
     start = tl.load(first_block + first_expert)
     blocks = tl.load(first_block + end_expert) - start
     number = tl.program_id(0)
@@ -57,20 +54,22 @@ def grouped_gemm_kernel(
         if not DOWN:
             row += matrix_rows * (tile * WIDTH // 256 % 2)
         channel = tile * WIDTH + tl.arange(0, WIDTH)
-        depth = tl.arange(0, STEP)
+        depth = tl.arange(0, 64)
         source = x + row.to(tl.int64)[:, None] * DEPTH + depth[None, :]
-        weight = weights + (expert.to(tl.int64) * ROWS + channel)[:, None] * (DEPTH // 4)
-        weight += tl.arange(0, STEP // 4)[None, :]
+        weight_row = expert.to(tl.int64) * ROWS + tl.minimum(channel, ROWS - 1)
+        weight = weights + (weight_row // 8 * (DEPTH * 2) + weight_row % 8 * 16)[:, None]
+        weight += tl.arange(0, 16)[None, :]
         sums = tl.zeros((WIDTH, BLOCK), tl.float32)
-        for at in tl.range(0, DEPTH, STEP, num_stages=STAGES):
+        for at in tl.range(0, DEPTH, 64, num_stages=STAGES):
             rows = tl.load(source + at)
-            words = tl.load(weight + at // 4)
+            words = tl.load(weight + at * 2)
             l0 = label_values(words, 0, x.dtype.element_ty, CONVERT0)
             l1 = label_values(words, 1, x.dtype.element_ty, CONVERT1)
             l2 = label_values(words, 2, x.dtype.element_ty, CONVERT2)
             l3 = label_values(words, 3, x.dtype.element_ty, CONVERT3)
-            labels = tl.permute(tl.join(tl.join(l0, l2), tl.join(l1, l3)), (0, 2, 3, 1))
-            sums = tl.dot(tl.reshape(labels, (WIDTH, STEP)), tl.trans(rows), sums)
+            labels = tl.join(tl.join(l0, l2), tl.join(l1, l3))
+            labels = tl.reshape(tl.permute(labels, (0, 2, 3, 1)), (WIDTH, 64))
+            sums = tl.dot(labels, tl.trans(rows), sums)
         target = out + route.to(tl.int64)[:, None] * ROWS + channel[None, :]
         there = (route >= 0)[:, None] & (channel < ROWS)[None, :]
         tl.store(target, tl.trans(sums).to(out.dtype.element_ty), mask=there)

@@ -84,3 +84,67 @@ NEIGHBOUR = "shfl.sync.idx.b32 $0,$1,$2,31,0xffffffff;"
 # 16 bytes of labels from [$1] to shared memory at $2, by the asynchronous copy.
 COPY = f"{{ cp.async.cg.shared.global [$2+{LABELS}],[$1],16; mov.u32 $0,0; }}"
 COPIED = "{ cp.async.wait_all; mov.u32 $0,$1; }"
+
+# Swaps of a lane's four numbers with those of the lane whose bit `lane` is the other: (lane, slot),
+# where the four numbers' index is slot 0 + 2 slot 1. What the slot told apart the lane's bit does
+# then, and the other way round. Each of them stands for one bit of a channel of 128:
+#   in order: slots 0 1, lanes 2 3 4 5 6, so that a lane's four channels stand after one another;
+#   turned:   slots 0 1, lanes 3 4 5 6 2, likewise, but the lanes turned by one.
+IN_PLACE = ((4, 0), (3, 0), (2, 0), (1, 0), (0, 0), (4, 0))  # from in order to turned
+TO_WORDS = ((4, 0), (3, 0), (2, 0), (1, 0), (0, 0))  # to slots 2 1, lanes 3 4 5 6 0
+TURNED_TO_WORDS = ((3, 0), (2, 0), (1, 0), (0, 0), (4, 0))  # to slots 2 1, lanes 4 5 6 0 3
+TO_FRAGMENTS = ((2, 1), (3, 1), (4, 1), (0, 1), (1, 1))  # to slots 0 3, lanes 6 2 1 4 5
+
+
+def rotate(swaps: Sequence[tuple[int, int]]) -> str:
+    """A warp's 128 floats, four a lane, times the Hadamard matrix of 128, not normalized.
+
+    Out: $0..$3, but for signs.   In: $4..$7 and the lane.   Each swap with a new bit is a step of
+    the transform; so are the two within the lane. A step's differences have the wrong sign in lanes
+    whose bit is set. By the end that is one sign for each pair of neighbouring steps both of whose
+    bits are set, and for the last step's differences one more where its bit is; a swap with an old
+    bit makes of the first a sign of those with that bit.
+    """
+    body = ["{ .reg .pred p; .reg .b32 bits; .reg .f32 sent,other,a,b,c,d,v0,v1,v2,v3;"]
+    body.append("add.f32 a,$4,$5; sub.f32 b,$4,$5; add.f32 c,$6,$7; sub.f32 d,$6,$7;")
+    body.append("add.f32 v0,a,c; add.f32 v1,b,d; sub.f32 v2,a,c; sub.f32 v3,b,d;")
+    steps = list(dict.fromkeys(swaps))
+    for number, (lane, slot) in enumerate(swaps):
+        body.append(f"and.b32 bits,$8,{1 << lane}; setp.ne.b32 p,bits,0;")
+        is_step = number < len(steps)
+        for low in ((0, 2), (0, 1))[slot]:
+            first, second = f"v{low}", f"v{low + 1 + slot}"
+            body.append(f"selp.f32 sent,{first},{second},p; selp.f32 {first},{second},{first},p;")
+            body.append(f"shfl.sync.bfly.b32 other,sent,{1 << lane},31,0xffffffff;")
+            if is_step:
+                body.append(f"sub.f32 {second},{first},other; add.f32 {first},{first},other;")
+            else:
+                body.append(f"selp.f32 {second},{first},other,p; selp.f32 {first},other,{first},p;")
+    return "\n".join([*body, *(f"mov.f32 ${i},v{i};" for i in range(4)), "}"])
+
+
+ROTATE_OPERANDS = "=f,=f,=f,=f,f,f,f,f,r"
+# Four numbers from [$4], or zeros where $5 is 0.
+LOAD_FLOATS = (
+    "{ .reg .pred p; setp.ne.s32 p,$5,0; mov.f32 $0,0f00000000; mov.f32 $1,0f00000000; "
+    "mov.f32 $2,0f00000000; mov.f32 $3,0f00000000; @p ld.global.v4.f32 {$0,$1,$2,$3},[$4]; }"
+)
+_LOAD_HALVES = (
+    "{ .reg .pred p; .reg .b32 l,h; .reg .b16 h0,h1,h2,h3; setp.ne.s32 p,$5,0; mov.b32 l,0; "
+    "mov.b32 h,0; @p ld.global.v2.b32 {l,h},[$4]; "
+)
+LOAD_HALVES = _LOAD_HALVES + (
+    "mov.b32 {h0,h1},l; mov.b32 {h2,h3},h; "
+    "cvt.f32.f16 $0,h0; cvt.f32.f16 $1,h1; cvt.f32.f16 $2,h2; cvt.f32.f16 $3,h3; }"
+)
+LOAD_BFLOATS = _LOAD_HALVES + (
+    "shl.b32 $0,l,16; and.b32 $1,l,0xFFFF0000; shl.b32 $2,h,16; and.b32 $3,h,0xFFFF0000; }"
+)
+LOAD_OPERANDS = "=f,=f,=f,=f,l,r"
+# Four floats to [$1] as numbers of half the size, unless $6 is 0.
+_STORE = (
+    "{{ .reg .pred p; .reg .b32 l,h; setp.ne.s32 p,$6,0; cvt.rn.{0}.f32 l,$3,$2; "
+    "cvt.rn.{0}.f32 h,$5,$4; @p st.global.v2.b32 [$1],{{l,h}}; mov.u32 $0,0; }}"
+)
+STORE_HALVES, STORE_BFLOATS = _STORE.format("f16x2"), _STORE.format("bf16x2")
+STORE_OPERANDS = "=r,l,f,f,f,f,r"

@@ -10,9 +10,10 @@ import torch
 from benched import bench_report
 from triton.runtime import interpreter
 
-from qsrt_pack.bench import dense, packed
+from qsrt_pack.bench import dense
 from qsrt_pack.bench.bf16_moe import choices
 from qsrt_pack.bench.machine import Machine
+from qsrt_runtime import moe_kernels
 
 FREE = 8_000_000_000
 
@@ -59,7 +60,7 @@ def one_choice(monkeypatch: pytest.MonkeyPatch) -> None:
     gemm = {"fc1": [(64, 64, 1, 1)], "fc2": [(64, 128, 1, 1, 1)]}
     gemv = {"fc1": [(32, 1)], "fc2": [(32, 1)]}
     _choose(monkeypatch, gemm, gemv, [(32, 128, 64, 4, 1)])
-    monkeypatch.setattr(packed, "FEW_ROWS", 4)  # so that few tokens are many
+    monkeypatch.setattr(moe_kernels, "FEW_ROWS", 4)  # so that few tokens are many
 
 
 class Clock:

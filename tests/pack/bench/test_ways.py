@@ -70,7 +70,8 @@ def test_every_call_gives_the_layer(layers, dense, machine, tokens, monkeypatch)
         (FEW_TOKENS, 1, Workspace, FEW_TOKENS),
         (FEW_ROWS * 20, 40, Workspace, FEW_ROWS * 20),
         (FEW_ROWS * 20 + 1, 40, PrefillWorkspace, FEW_ROWS * 20 + 1),
-        (2 * MAX_TOKENS, 2 * MAX_TOKENS, Workspace, MAX_TOKENS),
+        (MAX_TOKENS, MAX_TOKENS, Workspace, MAX_TOKENS),
+        (MAX_TOKENS + 1, MAX_TOKENS, PrefillWorkspace, MAX_TOKENS + 1),
         (MAX_PREFILL_TOKENS + 1, 4, PrefillWorkspace, MAX_PREFILL_TOKENS),
     ],
 )

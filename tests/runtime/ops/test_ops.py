@@ -54,12 +54,15 @@ def in_fragment_order(rows):
 def summed(workspace, places, blocks, tiles, steps):
     """The parts of each route's tiles, added: [R, COLUMNS tiles]."""
     unit = max(1, -(-blocks * tiles * steps // workspace.programs))
+    partial = workspace.partial.flatten()
+    partial = partial[: len(partial) // (PLACES * COLUMNS) * PLACES * COLUMNS]
+    partial = partial.view(-1, PLACES, COLUMNS)
     rows = []
     for at in places:
         block, place = divmod(at, PLACES)
         for tile in range(block * tiles, (block + 1) * tiles):
             programs = range(tile * steps // unit, (tile * steps + steps - 1) // unit + 1)
-            rows.append(sum(workspace.partial[0, p + tile, place] for p in programs))
+            rows.append(sum(partial[p + tile, place] for p in programs))
     return torch.stack(rows).unflatten(0, (-1, tiles)).flatten(1)
 
 
@@ -100,7 +103,7 @@ def test_sorted_routes(name, dtype, tokens, block):
         made = make_prefill_workspace(GEOMETRY, TOPK, tokens, 1, dtype, device)
         workspace = guard(made)
         order = workspace.order
-    group(x, layer, ids, None, workspace, block, False)
+    group(x, layer, ids, None, workspace, block, False, False)
     first, block_experts, blocks = group_reference(ids.flatten().tolist(), 3, block)
     assert workspace.counts.tolist() == [len(blocks), 0]
     assert workspace.first_block.tolist() == first
@@ -127,10 +130,10 @@ def test_expanded_matrices(name, dtype):
     for down in (False, True):
         workspace.scratch.fill_(0x7F)
         for by_warps in {False, ways(device)[0]}:
-            options = {"down": down, "by_warps": by_warps, "pdl": False}
-            expand(layer, range(3), workspace, **options)
+            expand(layer, range(3), workspace, down=down, by_warps=by_warps)
             found = workspace.scratch[: (1 if down else 2) * 3 * 512 * 256]
-            found = natural(found.view(torch.float8_e4m3fn).view(3, -1, 512 if down else 256))
+            found = found.view(torch.float8_e4m3fn).view(3, -1, 8 if down else 4, 8, 64)
+            found = natural(found.transpose(2, 3).flatten(3).flatten(1, 2))
             for expert in (0, 2):
                 order = in_slot_order(layer, expert)
                 expected = expand_reference(layer, expert, order)[down]
@@ -169,7 +172,7 @@ def test_products(name, dtype, tokens, gemm):
             middle = torch.randn(source.shape, device=x.device).to(dtype)
             source.copy_(in_fragment_order(middle))
             rows = middle.float()
-        gemm(source, layer, ids, None, workspace, divisor, 0, down=down, pdl=False)
+        gemm(source, layer, ids, None, workspace, divisor, 0, PLACES, down=down, pdl=False)
         tiles, steps = (1, 8) if down else (2, 4)
         found = summed(workspace, places, len(blocks), tiles, steps)
         for route, expert in enumerate(experts):

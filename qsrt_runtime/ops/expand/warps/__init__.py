@@ -6,7 +6,7 @@ import torch
 
 from qsrt_runtime.ops.expand.warps import ptx
 from qsrt_runtime.ops.expand.warps.kernel import expand_warps_kernel
-from qsrt_runtime.ops.launch import dependent, labels
+from qsrt_runtime.ops.launch import labels
 from qsrt_runtime.ops.warps import check_shared
 from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import COLUMNS, PrefillWorkspace
@@ -16,7 +16,7 @@ ARITHMETIC = 4  # of a lane's 16 pairs
 
 
 def expand_warps(
-    layer: LayerWeights, experts: range, workspace: PrefillWorkspace, *, down: bool, pdl: bool
+    layer: LayerWeights, experts: range, workspace: PrefillWorkspace, *, down: bool, beside: bool
 ) -> None:
     """As expand, on GPUs whose multiprocessors have 227 KB to share."""
     geometry, pairs = layer.geometry, len(layer.slots) // 8
@@ -41,9 +41,8 @@ def expand_warps(
         DOWN=down,
         UNIFORM=layer.traits.uniform,
         GROUP=group(ARITHMETIC),
-        PDL=pdl,
+        BESIDE=beside,
         num_warps=32,
-        **dependent(pdl),
     )
     check_shared(compiled.metadata.shared, SHARED_BYTES)
 

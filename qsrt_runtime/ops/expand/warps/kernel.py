@@ -2,9 +2,10 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from qsrt_runtime.ops.expand.warps import ptx
-from qsrt_runtime.ops.kernel import STATES, low_bits, wait_for_previous
+from qsrt_runtime.ops.kernel import STATES, low_bits
 from qsrt_runtime.ops.warps.kernel import (
     await_labels,
     copy_labels,
@@ -128,15 +129,17 @@ def expand_warps_kernel(
     DOWN: tl.constexpr,
     UNIFORM: tl.constexpr,
     GROUP: tl.constexpr,
-    PDL: tl.constexpr,
+    BESIDE: tl.constexpr,
 ):
     """As expand_kernel, of num_experts experts; one program on each multiprocessor.
 
     An expert's rows are TILES tiles of 512, 32 strips; a step is 64 columns. All steps of all
-    tiles stand in one line, of which each program takes an equal run.   GROUP: ptx.group.
+    tiles stand in one line, of which each program takes an equal run.   BESIDE: the next launch may
+    run beside this one.   GROUP: ptx.group.
     """
+    if BESIDE:
+        cuda.gdc_launch_dependents()
     copy_labels(labels, layer)
-    wait_for_previous(PDL)
     thread = tl.arange(0, 1024)
     strip, lane = thread >> 5, thread & 31
     group, quarter = lane >> 2, lane & 3
@@ -192,8 +195,8 @@ def expand_warps_kernel(
             r3 = _word(labels, bits, w0, w1, w2, w3, w4, 24)
             r7 = _word(labels, bits, w0, w1, w2, w3, w4, 28)
         local, part = position // each, position // STEPS % TILES
-        row = local.to(tl.int64) * ROWS + part * 512 + strip * 16 + group
-        target = out + row * (64 * STEPS) + position % STEPS * 64 + quarter * 16
+        row = local.to(tl.int64) * ROWS + part * 512 + strip * 16
+        target = out + (row * STEPS + position % STEPS * 8 + group) * 64 + quarter * 16
         _store(target, r0, r1, r2, r3, there)
         _store(target + 8 * 64 * STEPS, r4, r5, r6, r7, there)
         position = following

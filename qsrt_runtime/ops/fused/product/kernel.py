@@ -156,7 +156,7 @@ def first_step(
     expert, route = block_of(
         ids, expert_map, block_experts, block_routes,
         tl.minimum(position, total - 1) // (STEPS * TILES), group, num_ids, num_experts,
-        SINGLE, HAS_MAP,
+        PLACES, SINGLE, HAS_MAP,
     )  # fmt: skip
     words, there = _first_words(
         slab, strip, group, quarter, expert, position, HIDDEN, BUNDLE, SLOT_STRIDE,
@@ -204,7 +204,7 @@ def products(
         next_expert, next_route = block_of(
             ids, expert_map, block_experts, block_routes,
             tl.minimum(next_position, total - 1) // (STEPS * TILES), group, num_ids, num_experts,
-            SINGLE, HAS_MAP,
+            PLACES, SINGLE, HAS_MAP,
         )  # fmt: skip
         next_words, next_there = _first_words(
             slab, strip, group, quarter, next_expert, next_position, HIDDEN, BUNDLE, SLOT_STRIDE,

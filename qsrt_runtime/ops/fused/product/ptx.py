@@ -6,16 +6,17 @@ mma.m16n8k16 whose B fragments are the rows in fragment order. All for 3 bits.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from qsrt_runtime.ops.warps.ptx import BY_ARITHMETIC, LABELS, arithmetic, state
 
 WORDS = ("$4", "$5", "$6", "$7")  # the word before the group, and the group's three
 
 
-def _by_table(number: int, target: str) -> str:
+def _by_table(number: int, target: str, words: Sequence[str] = WORDS) -> str:
     """Weights number and number + 1, packed, from the labels in shared memory."""
     reads = [
-        f"{state(WORDS, place, number + i, 1)} and.b32 {place},{place},0x1FFFE; "
+        f"{state(words, place, number + i, 1)} and.b32 {place},{place},0x1FFFE; "
         f"ld.shared.b16 {label},[{place}+{LABELS}];"
         for i, (place, label) in enumerate((("sa", "la"), ("sb", "lb")))
     ]
@@ -23,9 +24,11 @@ def _by_table(number: int, target: str) -> str:
     return f"{{ {registers} {' '.join(reads)} mov.b32 {target},{{la,lb}}; }}"
 
 
-def _by_arithmetic(number: int, target: str, is_bfloat16: bool) -> str:
+def _by_arithmetic(
+    number: int, target: str, is_bfloat16: bool, words: Sequence[str] = WORDS
+) -> str:
     """As _by_table, by computing the labels."""
-    steps = arithmetic(WORDS, number)
+    steps = arithmetic(words, number)
     if is_bfloat16:
         steps.append("{ .reg .b32 halves; .reg .b16 ha,hb; cvt.rn.f16x2.e4m3x2 halves,pair;")
         steps.append("mov.b32 {ha,hb},halves; cvt.f32.f16 ya,ha; cvt.f32.f16 yb,hb;")
@@ -78,6 +81,43 @@ def products(is_bfloat16: bool) -> str:
         rows = (f"${20 + 2 * product}", f"${21 + 2 * product}")
         body.append(_product("c0,c1,c2,c3", weights, rows, is_bfloat16))
     return _with_sums(body, 28)
+
+
+def wide_step(computed: int, is_bfloat16: bool, blocks: int) -> str:
+    """As step, for `blocks` blocks of 8 places: sums $0.. (4 blocks) of words, rows and sums.
+
+    In: four words, a pointer, for each block the words from it on to the lane's row, and the sums.
+    """
+    count = 4 * blocks
+    words = [f"${count + i}" for i in range(4)]
+    pointer, offsets, sums = count + 4, count + 5, count + 5 + blocks
+    registers = [f"c{i}" for i in range(count)]
+    body = ["{ .reg .b32 a0,a1,a2,a3,b0,b1,b2,b3,x0,x1,x2,x3; .reg .b64 row;"]
+    body.append(f".reg .f32 {','.join(registers)};")
+    body += [f"mov.f32 {c},${sums + i};" for i, c in enumerate(registers)]
+    for half in range(2):
+        for product, name in ((2 * half, "a"), (2 * half + 1, "b")):
+            for i, target in enumerate((0, 2, 1, 3)):
+                pair = 4 * product + i
+                by = _by_table
+                if pair in BY_ARITHMETIC[computed]:
+                    by = partial(_by_arithmetic, is_bfloat16=is_bfloat16)
+                body.append(by(2 * pair, f"{name}{target}", words=words))
+        for block in range(blocks):
+            body.append(f"{{ mad.wide.s32 row,${offsets + block},4,${pointer};")
+            body.append(f"ld.global.v4.b32 {{x0,x1,x2,x3}},[row+{16 * half}]; }}")
+            into = ",".join(registers[4 * block : 4 * block + 4])
+            for name, rows in (("a", ("x0", "x1")), ("b", ("x2", "x3"))):
+                weights = [f"{name}{i}" for i in range(4)]
+                body.append(_product(into, weights, rows, is_bfloat16))
+    results = [f"mov.f32 ${i},{c};" for i, c in enumerate(registers)]
+    return "\n".join([*body, *results, "}"])
+
+
+def wide_operands(blocks: int) -> str:
+    """Constraints of wide_step."""
+    floats = 4 * blocks
+    return ",".join(["=f"] * floats + ["r"] * 4 + ["l"] + ["r"] * blocks + ["f"] * floats)
 
 
 def operands(inputs: int) -> str:
