@@ -1,5 +1,6 @@
 """The commands that say how good a package is, and how fast: eval, report and bench."""
 
+import re
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -132,7 +133,7 @@ def report_command(
 
 def _token_counts(_context: click.Context, _parameter: click.Parameter, text: str) -> list[int]:
     parts = text.split(",")
-    counts = [int(part) for part in parts if part.isascii() and part.isdecimal()]
+    counts = [int(part) for part in parts if re.fullmatch("[0-9]{1,5}", part)]
     if len(counts) < len(parts) or not all(1 <= count <= _MOST_TOKENS for count in counts):
         raise click.BadParameter(
             f"{text!r} is no list of numbers from 1 to {_MOST_TOKENS}, as 1,16,256"
