@@ -24,8 +24,9 @@ from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 import qsrt_runtime
 from qsrt_pack.assemble.package import GIT_ATTRIBUTES
 from qsrt_pack.card import build_card
+from qsrt_pack.evaluation import ATTRIBUTES, BENCH, check_evaluation, read_evaluation, shown_name
 from qsrt_pack.output import check_output, recover, replacing, state_file
-from qsrt_pack.published import BENCH, read_bench, side_files
+from qsrt_pack.published import read_bench, side_files
 from qsrt_pack.validate import validate
 from qsrt_runtime.format import paths, schema
 from qsrt_runtime.format.errors import FormatError
@@ -33,8 +34,7 @@ from qsrt_runtime.format.manifest import CARD, CHECKSUMS, MANIFEST, MARKER, REPO
 from qsrt_runtime.format.package import Package, open_package, seal
 from qsrt_runtime.hub import HubError, attempt, is_repository, local_folder, resolve
 
-_ATTRIBUTES = ".gitattributes"
-_OF_THE_HUB = {_ATTRIBUTES, "README.md", "LICENSE"}  # what a new repository may hold
+_OF_THE_HUB = {ATTRIBUTES, "README.md", "LICENSE"}  # what a new repository may hold
 _LARGE = 10_000_000  # bytes from which the Hub stores any file as a large one
 _SAMPLE = 1 << 20
 _log = logging.getLogger(__name__)
@@ -217,7 +217,7 @@ def _described(
     evaluation, speed = _evaluation(package, report), read_bench(package, bench)
     names = {"license_id": license_id, "base_model": base_model}
     card = build_card(package, repository, **names, report=evaluation, bench=speed)
-    wanted = {CARD: card.encode(), _ATTRIBUTES: _attributes(package)}
+    wanted = {CARD: card.encode(), ATTRIBUTES: _attributes(package)}
     if evaluation is not None:
         wanted[REPORT] = schema.dump(evaluation)
     if speed is not None:
@@ -267,16 +267,10 @@ def _evaluation(package: Package, report: Path | None) -> dict[str, Any] | None:
         kept = schema.read(package.path / REPORT, "report")
     if report is None:
         return kept
-    value = schema.read(report, "report")
-    if value["kind"] != "eval":
-        raise FormatError(f"{report} is a report of {value['kind']}, expected one of eval --json")
-    names = {key: Path(value[key]).name for key in ("package", "reference", "text")}
-    stripped = value | names
-    if stripped != kept and value["seal_sha256"] != package.seal_sha256:
-        raise FormatError(
-            f"{report}: seal_sha256 is {value['seal_sha256']}, the package's is "
-            f"{package.seal_sha256}; evaluate this package"
-        )
+    value = read_evaluation(report)
+    stripped = value | {key: shown_name(value[key]) for key in ("package", "reference", "text")}
+    if stripped != kept:
+        check_evaluation(value, package, report)
     return stripped
 
 

@@ -3,11 +3,10 @@
 from pathlib import Path
 from typing import Any
 
+from qsrt_pack.evaluation import BENCH, content_sha256, shown_name
 from qsrt_runtime.format import schema
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.package import Package
-
-BENCH = "qsrt-bench.json"
 
 
 def read_bench(package: Package, given: Path | None) -> dict[str, Any] | None:
@@ -19,11 +18,12 @@ def read_bench(package: Package, given: Path | None) -> dict[str, Any] | None:
     if given is None:
         return kept
     value = _read(given)
-    stripped = value | {"package": value["package"] and Path(value["package"]).name}
-    if stripped != kept and value["seal_sha256"] != package.seal_sha256:
+    stripped = value | {"package": value["package"] and shown_name(value["package"])}
+    expected = content_sha256(package)
+    if stripped != kept and value["content_sha256"] != expected:
         raise FormatError(
-            f"{given}: seal_sha256 is {value['seal_sha256']}, the package's is "
-            f"{package.seal_sha256}; measure this package"
+            f"{given}: content_sha256 is {value['content_sha256']}, the package's is {expected}; "
+            "measure this package"
         )
     return stripped
 

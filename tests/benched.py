@@ -20,6 +20,7 @@ def bench_report() -> dict[str, Any]:
         "kind": "bench",
         "package": "/home/someone/model-qsrt",
         "seal_sha256": "2" * 64,
+        "content_sha256": "3" * 64,
         "load": {"layers": 4, "bytes": 3_000_000_000, "seconds": 1.5, "verify_seconds": 2.25},
         "hidden_size": 2048,
         "intermediate_size": 768,

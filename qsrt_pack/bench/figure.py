@@ -24,4 +24,6 @@ def plot(report: dict[str, Any]) -> bytes:
             for way in report["ways"]
         }
         panels[title] = {name: points for name, points in lines.items() if points}
-    return figures.png(figures.plot_lines(panels, "tokens", _TIMES))
+    sizes = f"{report['hidden_size']} x {report['intermediate_size']}"
+    title = f"{report['gpu']['name']}: {sizes}, {report['experts']} experts"
+    return figures.png(figures.plot_lines(panels, "tokens", _TIMES), title)

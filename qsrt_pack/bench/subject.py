@@ -15,11 +15,13 @@ from qsrt_pack.bench.layers import (
 )
 from qsrt_pack.bench.machine import Machine
 from qsrt_pack.bench.shapes import Shape
+from qsrt_pack.evaluation import content_sha256
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.package import open_package
 from qsrt_runtime.load import load_package
 from qsrt_runtime.weights import LayerWeights
 
+_OF_PACKAGES = ("package", "seal_sha256", "content_sha256", "load")
 USABLE = 0.9  # of the free memory; the rest is for graphs, what torch keeps, and fragments
 
 
@@ -37,7 +39,7 @@ def made(shape: Shape, machine: Machine) -> Subject:
     count = layers_in_turn(shape, machine.l2_bytes)
     _require(count * shape.packed_bytes, machine, f"{count} packed layers of these sizes take")
     layers = copied([random_layer(shape.geometry, machine.device)], count)
-    return Subject(shape, layers, {"package": None, "seal_sha256": None, "load": None})
+    return Subject(shape, layers, dict.fromkeys(_OF_PACKAGES))
 
 
 def loaded_from(path: Path, machine: Machine) -> Subject:
@@ -58,7 +60,8 @@ def loaded_from(path: Path, machine: Machine) -> Subject:
         "verify_seconds": loaded.verify_s,
     }
     layers = copied(list(loaded.layers.values()), count)
-    facts = {"package": str(path), "seal_sha256": loaded.seal_sha256, "load": load}
+    digests = (loaded.seal_sha256, content_sha256(package))
+    facts = dict(zip(_OF_PACKAGES, (str(path), *digests, load), strict=True))
     return Subject(shape, layers, facts)
 
 

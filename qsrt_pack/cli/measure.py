@@ -1,5 +1,6 @@
 """The commands that say how good a package is, and how fast: eval, report and bench."""
 
+import os
 import re
 from contextlib import ExitStack
 from pathlib import Path
@@ -115,6 +116,7 @@ def report_command(
     Example:
       qsrt-pack report model-qsrt --eval eval.json --png plots
     """
+    os.environ.pop("MPLBACKEND", None)  # of windows; with a wrong one matplotlib does not load
     from qsrt_pack.report import write_report
 
     if html is None and not package.name:
@@ -198,6 +200,7 @@ def bench_command(
     from qsrt_pack.bench.table import describe
 
     if png is not None:
+        os.environ.pop("MPLBACKEND", None)  # as report does
         from qsrt_pack.bench.figure import plot  # brings matplotlib, which may be missing
     subject = shape or local_folder(SOURCE.convert(what, None, None))
     files = [file for file in (json_file, png) if file is not None]

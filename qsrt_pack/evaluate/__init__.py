@@ -16,6 +16,7 @@ from qsrt_pack.evaluate.reference import ReferenceLogits, identity, write_logits
 from qsrt_pack.evaluate.scores import Totals, check_finite, compare
 from qsrt_pack.evaluate.table import describe
 from qsrt_pack.evaluate.tokens import Windows, read_windows
+from qsrt_pack.evaluation import content_sha256, shown_name
 from qsrt_pack.progress import bar
 from qsrt_pack.source.checkpoint import digest_files
 from qsrt_pack.text import blaming
@@ -144,7 +145,7 @@ def _source_sha256(package: Package) -> str:
 
 def _facts(model: models.Model) -> dict[str, Any]:
     return {
-        "name": model.path.name,
+        "name": shown_name(str(model.path)),
         "kind": model.kind,
         "stored_bytes": model.stored_bytes,
         "bits_per_expert_weight": model.bits_per_expert_weight,
@@ -159,6 +160,7 @@ def _package_facts(model: models.Model) -> dict[str, Any]:
         "kind": "eval",
         "package": str(model.path),
         "seal_sha256": package.seal_sha256,
+        "content_sha256": content_sha256(package),
         "encoder_fingerprint": package.documents.marker["encoder_fingerprint"],
         "dtype": "float32",
         "stored_bytes": model.stored_bytes,

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from qsrt_pack.evaluation import shown_name
+
 
 def describe(report: dict[str, Any]) -> str:
     """A report of eval."""
@@ -34,7 +36,7 @@ def describe(report: dict[str, Any]) -> str:
 def _candidates(report: dict[str, Any]) -> str:
     """The package and what it is held against, a line each."""
     package = report | {
-        "name": report["package"].rstrip("/").rpartition("/")[2],
+        "name": shown_name(report["package"]),
         "score": report["package_score"],
     }
     head = ("candidate", "KL mean", "KL 99 %", "top-1", "perplexity", "bytes", "bits a weight")

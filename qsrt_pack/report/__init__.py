@@ -40,7 +40,7 @@ def write_report(
                 for section in sections:
                     if section.figure is not None:
                         file = folder / f"{section.name}.png"
-                        paths.write_file(file, figures.png(section.figure))
+                        paths.write_file(file, figures.png(section.figure, section.title))
 
 
 def _check_evaluation(evaluation: Path | None, html: Path, png: Path | None) -> None:

@@ -5,9 +5,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from qsrt_pack.evaluation import check_evaluation, read_evaluation, shown_name
 from qsrt_pack.inspect import inspect
 from qsrt_pack.progress import bar
-from qsrt_runtime.format import schema, slab
+from qsrt_runtime.format import slab
 from qsrt_runtime.format.container import Layer
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.manifest import REPORT
@@ -33,6 +34,10 @@ class Expert:
     @property
     def fallback(self) -> str | None:
         return self.evidence and self.evidence["fallback"]
+
+    @property
+    def zero_matrices(self) -> list[str]:
+        return self.evidence["zero_matrices"] if self.evidence else []
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,8 @@ def read_content(path: Path, evaluation: Path | None, *, show_progress: bool) ->
             entries = evidence["experts"] if package.documents.is_ours else None
             experts[number] = _experts(layer, entries)
             advance(1)
-    return Content(package.path.name, summary, package.geometry.records, experts, evaluated)
+    name = shown_name(str(package.path))
+    return Content(name, summary, package.geometry.records, experts, evaluated)
 
 
 def _experts(layer: Layer, entries: list[dict[str, Any]] | None) -> list[Expert]:
@@ -86,19 +92,10 @@ def _read_evaluation(package: Package, path: Path | None) -> dict[str, Any] | No
         return None
     if path is None:
         verify_file(package, REPORT)
-    value = schema.read(path or package.path / REPORT, "report")
-    if value["kind"] != "eval":
-        raise FormatError(
-            f"{path or REPORT} is a report of {value['kind']}, expected one of eval --json"
-        )
-    if path is not None and value["seal_sha256"] != package.seal_sha256:
-        raise FormatError(
-            f"{path}: seal_sha256 is {value['seal_sha256']}, the package's is "
-            f"{package.seal_sha256}; evaluate this package"
-        )
-    if value["encoder_fingerprint"] != package.documents.marker["encoder_fingerprint"]:
-        raise FormatError(f"{path or REPORT}: encoder_fingerprint is of another package")
-    check_histogram(value["kl_histogram"], path or package.path / REPORT)
+    where = path or package.path / REPORT
+    value = read_evaluation(where)
+    check_evaluation(value, package, where)
+    check_histogram(value["kl_histogram"], where)
     return value
 
 

@@ -6,7 +6,7 @@ has others for a dark one. The same values give the same bytes.
 
 import io
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from xml.etree import ElementTree
@@ -18,7 +18,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 _INK, _FAINT, _COLOURS = "#24292f", "#d0d7de", ("#0969da", "#d4761a", "#1a7f37", "#8250df")
-_REST = "#afb8c1"
+_REST = "#7d8590"
+_LEAST, _LARGEST = 1e-30, 1e30  # ends of what is drawn: near 1e308 matplotlib's axes overflow
 _VARIABLES = {_INK: "--ink", _FAINT: "--faint", _REST: "--rest"} | {
     colour: f"--series-{number}" for number, colour in enumerate(_COLOURS)
 }
@@ -76,40 +77,58 @@ def _panels(count: int, height: float) -> Iterator[tuple[Figure, list[Axes]]]:
 
 
 def plot_spreads(
-    layers: Sequence[int], panels: dict[str, dict[int, Spread]], *, logarithmic: bool = False
+    layers: Sequence[int],
+    panels: dict[str, dict[int, Spread]],
+    label: str,
+    *,
+    logarithmic: bool = False,
 ) -> Figure:
     """A panel by title, in it a stroke for each layer, over its range and its middle four fifths.
 
-    logarithmic: but for values below 1.
+    label: what the values are, with their unit.   logarithmic: but for values below 1.
     """
     with _panels(len(panels), 1.45 if len(panels) > 1 else 2) as (figure, axes):
         stroke = _stroke(layers)
         for ax, colour, (title, spreads) in zip(axes, _COLOURS, panels.items(), strict=False):
             places = [place for place, layer in enumerate(layers) if layer in spreads]
             found = [spreads[layers[place]] for place in places]
-            lows, highs = [s.low for s in found], [s.high for s in found]
-            ax.vlines(places, lows, highs, color=colour, linewidth=1, alpha=0.7)
-            tenths, ninetieths = [s.tenth for s in found], [s.ninetieth for s in found]
-            ax.vlines(places, tenths, ninetieths, color=colour, linewidth=stroke, alpha=0.45)
-            medians = [s.median for s in found]
-            ax.plot(places, medians, "o", color=colour, markersize=max(2, stroke / 2))
-            ax.set_title(title)
+            lows, highs = _drawn(s.low for s in found), _drawn(s.high for s in found)
+            ax.vlines(places, lows, highs, color=colour, linewidth=1)
+            tenths, ninetieths = (
+                _drawn(s.tenth for s in found),
+                _drawn(s.ninetieth for s in found),
+            )
+            ax.vlines(places, tenths, ninetieths, color=colour, linewidth=stroke)
+            ax.plot(
+                places,
+                _drawn(s.median for s in found),
+                "_",
+                color=_INK,
+                markersize=1.4 * stroke,
+                markeredgewidth=max(1, stroke / 4),
+            )
+            ax.set_title(title if len(panels) > 1 else "")
             ax.update_datalim([(0, 0)])
             ax.autoscale_view()
             ax.set_ylim(bottom=0)
             if logarithmic:
                 _scale_from_zero(ax, max(highs))
             _name_layers(ax, layers)
-        _share_layers(axes)
+        _share_axes(figure, axes, label)
     return figure
 
 
 def plot_stacks(
-    layers: Sequence[int], panels: dict[str, dict[str, Sequence[float]]], *, top: float | None
+    layers: Sequence[int],
+    panels: dict[str, dict[str, Sequence[float]]],
+    label: str,
+    *,
+    top: float | None,
 ) -> Figure:
     """A panel by title, in it a bar for each layer, of two parts by their name.
 
-    The first part is the one to be seen.   top: where the axis ends, None for where the bars do.
+    The first part is the one to be seen.   label: what the bars count, with its unit.
+    top: where the axis ends, None for where the bars do.
     """
     with _panels(len(panels), 1.7) as (figure, axes):
         for ax, (title, parts) in zip(axes, panels.items(), strict=True):
@@ -122,16 +141,19 @@ def plot_stacks(
             ax.set_ylim(0, top)
             ax.yaxis.set_major_locator(MaxNLocator(4, integer=top is None))
             _name_layers(ax, layers)
-        _share_layers(axes)
+        _share_axes(figure, axes, label)
         handles, names = axes[0].get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside upper right", ncols=len(names))
+        figure.legend(handles, names, loc="outside lower right", ncols=len(names))
     return figure
 
 
-def plot_bars(bars: dict[str, float], describe: Callable[[float], str]) -> Figure:
-    """A horizontal bar for each name, which stands above it with the value's description."""
+def plot_bars(bars: dict[str, float], label: str, describe: Callable[[float], str]) -> Figure:
+    """A horizontal bar for each name, which stands above it with the value's description.
+
+    label: what the values are, with their unit.
+    """
     with _panels(1, 0.38 * len(bars)) as (figure, (ax,)):
-        values = list(bars.values())
+        values = _drawn(bars.values())
         places = np.arange(len(bars))
         ax.barh(places, values, 0.38, color=_COLOURS[0])
         largest = max(values) or 1
@@ -141,6 +163,7 @@ def plot_bars(bars: dict[str, float], describe: Callable[[float], str]) -> Figur
         ax.set_xlim(0, largest)
         ax.set_ylim(len(bars) - 0.7, -0.85)
         ax.set_axis_off()
+        ax.set_title(label)
     return figure
 
 
@@ -181,8 +204,10 @@ def plot_histogram(
     """
     if not edges[0]:
         edges = [edges[1] * (edges[1] / edges[2]), *edges[1:]]
+    edges = np.maximum(_drawn(edges), _LEAST)
     with _panels(1, 2.5) as (figure, (ax,)):
-        ax.stairs(counts, edges, fill=True, color=_COLOURS[0], alpha=0.6)
+        ax.stairs(counts, edges, fill=True, color=_FAINT)
+        ax.stairs(counts, edges, color=_COLOURS[0], linewidth=1.5)
         styles = ("-", "--", "-.", ":")
         for style, (name, value) in zip(styles, marks.items(), strict=False):
             ax.axvline(value, color=_INK, linestyle=style, linewidth=1.2, label=name)
@@ -195,8 +220,12 @@ def plot_histogram(
         ax.set_ylabel("positions")
         ax.yaxis.set_major_formatter(FuncFormatter(_short))
         if marks:
-            figure.legend(loc="outside upper right", ncols=len(marks), handlelength=1.5)
+            figure.legend(loc="outside lower right", ncols=len(marks), handlelength=1.5)
     return figure
+
+
+def _drawn(values: Iterable[float]) -> np.ndarray:
+    return np.minimum(np.fromiter(values, dtype=np.float64), _LARGEST)
 
 
 def _scale_from_zero(ax: Axes, largest: float) -> None:
@@ -225,7 +254,9 @@ def _name_layers(ax: Axes, layers: Sequence[int]) -> None:
     ax.xaxis.set_major_formatter(FuncFormatter(name))
 
 
-def _share_layers(axes: Sequence[Axes]) -> None:
+def _share_axes(figure: Figure, axes: Sequence[Axes], label: str) -> None:
+    """One name for all panels' values, and one for their layers."""
+    figure.supylabel(label, fontsize=_STYLE["font.size"])
     axes[-1].set_xlabel("layer")
     for ax in axes[:-1]:
         ax.tick_params(labelbottom=False)
@@ -239,10 +270,12 @@ def _short(value: float, _position: int = 0) -> str:
     return f"{value:g}"
 
 
-def png(figure: Figure) -> bytes:
-    """The plot on white, 150 dots an inch."""
+def png(figure: Figure, title: str) -> bytes:
+    """The plot on white under its title, which the figure then has; 150 dots an inch."""
     file = io.BytesIO()
     with style.context(["default", _STYLE]):
+        figure.set_figheight(figure.get_figheight() + 0.3)
+        figure.suptitle(title, x=0.02, ha="left", fontsize=12, fontweight="bold")
         figure.savefig(file, format="png", dpi=150, metadata={"Software": None})
     return file.getvalue()
 

@@ -3,12 +3,12 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
 from qsrt_pack.calibrate.hessian import PRIOR
+from qsrt_pack.evaluation import shown_name
 from qsrt_pack.inspect import BYTE_KINDS
 from qsrt_pack.report import figures
 from qsrt_pack.report.content import Content, Expert
@@ -16,14 +16,14 @@ from qsrt_pack.report.figures import Spread, spread
 from qsrt_runtime.format.rates import pair_kinds
 
 _WORST = 10
-_THIN_LISTED = 20
+_LISTED = 20  # thin experts, and zero matrices
 _MATRICES = {"w1": "w1, gate", "w3": "w3, up", "w2": "w2, down"}
 _SIDES = ("gate and up (w1, w3)", "down (w2)")
 _NO_EVIDENCE = "Not known: the package was made elsewhere, its evidence does not say."
 _NOT_CALIBRATED = "Not calibrated: the experts were coded without a text."
 _STROKES = (
     "A stroke is a layer: thin from its least expert to its largest, thick over the middle 80 %, "
-    "the dot its median."
+    "the bar across it its median."
 )
 
 
@@ -90,24 +90,26 @@ def _evaluation(content: Content) -> Section:
 def _evaluation_rows(report: dict[str, Any]) -> list[list[str]]:
     reference, packed = report["reference_score"], report["package_score"]
     rows = [
-        ["name", Path(report["reference"]).name, Path(report["package"]).name],
-        ["perplexity", f"{reference['perplexity']:.4f}", f"{packed['perplexity']:.4f}"],
-        ["KL, mean, nats", "", f"{report['kl_mean']:.5f}"],
+        ["name", shown_name(report["reference"]), shown_name(report["package"])],
+        ["perplexity", _decimal(reference["perplexity"], 4), _decimal(packed["perplexity"], 4)],
+        ["KL, mean, nats", "", _decimal(report["kl_mean"])],
     ]
     if interval := report["kl_mean_interval"]:
         low, high = interval["low"], interval["high"]
-        rows.append(["its 95 % interval over documents", "", f"{low:.5f} to {high:.5f}"])
+        rows.append(
+            ["its 95 % interval over documents", "", f"{_decimal(low)} to {_decimal(high)}"]
+        )
     if floor := report["noise_floor"]:
-        rows.append(["KL, mean, of bfloat16 against float32", f"{floor['kl_mean']:.5f}", ""])
+        rows.append(["KL, mean, of bfloat16 against float32", _decimal(floor["kl_mean"]), ""])
     return [
         *rows,
-        ["KL, median", "", f"{report['kl_median']:.5f}"],
-        ["KL, 90 % are below", "", f"{report['kl_p90']:.5f}"],
-        ["KL, 99 % are below", "", f"{report['kl_p99']:.5f}"],
-        ["KL, largest", "", f"{report['kl_max']:.5f}"],
+        ["KL, median", "", _decimal(report["kl_median"])],
+        ["KL, 90 % are below", "", _decimal(report["kl_p90"])],
+        ["KL, 99 % are below", "", _decimal(report["kl_p99"])],
+        ["KL, largest", "", _decimal(report["kl_max"])],
         ["same most likely token", "", f"{100 * report['top1_agreement']:.2f} %"],
         ["of the ten most likely", "", f"{100 * report['top10_agreement']:.2f} %"],
-        ["text", Path(report["text"]).name, ""],
+        ["text", shown_name(report["text"]), ""],
     ]
 
 
@@ -126,8 +128,23 @@ def _errors(content: Content) -> Section:
         text += (
             " Calibration trades weights for outputs: it is the outputs' error that it makes small."
         )
-    figure = figures.plot_spreads(list(content.experts), panels)
-    return Section(name, title, text, figure, folded=[_spread_table(content, panels, _decimal)])
+    elif content.is_calibrated:
+        text += (
+            " The error of outputs is not known: no document of the text was left for measuring it."
+        )
+    tables = []
+    if zeros := [e for each in content.experts.values() for e in each if e.zero_matrices]:
+        text += " Matrices of zeros alone are kept exactly, and count as without error."
+        tables = [_zero_table(zeros)]
+    figure = figures.plot_spreads(list(content.experts), panels, "squared error, relative")
+    folded = [_spread_table(content, panels, _decimal)]
+    return Section(name, title, text, figure, tables, folded)
+
+
+def _zero_table(experts: list[Expert]) -> Table:
+    rows = [[str(e.layer), str(e.expert), ", ".join(e.zero_matrices)] for e in experts[:_LISTED]]
+    caption = f"Experts with matrices of zeros: the first {len(rows):,} of {len(experts):,}"
+    return Table(["layer", "expert", "matrices"], rows, names=3, caption=caption)
 
 
 def _tokens(content: Content) -> Section:
@@ -137,7 +154,7 @@ def _tokens(content: Content) -> Section:
     if not content.is_calibrated:
         return Section(name, title, _NOT_CALIBRATED)
     panels = {"tokens": _spreads(content, lambda e: e["tokens"])}
-    figure = figures.plot_spreads(list(content.experts), panels, logarithmic=True)
+    figure = figures.plot_spreads(list(content.experts), panels, "tokens", logarithmic=True)
     text = f"How many tokens of the text the router sent to an expert. {_STROKES}"
     table = _spread_table(content, panels, lambda value: f"{value:,.0f}")
     return Section(name, title, text, figure, folded=[table])
@@ -177,7 +194,7 @@ def _modes(content: Content) -> Section:
         for number, side in enumerate(_SIDES)
     }
     panels = {
-        f"{side}, %": {
+        side: {
             kind: [100 * found[kind] / found.total() for found in counts] for kind in ("P24", "P33")
         }
         for side, counts in pairs.items()
@@ -198,7 +215,7 @@ def _modes(content: Content) -> Section:
         name="modes",
         title="Rate modes chosen",
         text=text,
-        figure=figures.plot_stacks(layers, panels, top=100),
+        figure=figures.plot_stacks(layers, panels, "pairs, %", top=100),
         folded=[Table(columns, rows, names=2, caption="Pairs by kind, experts by mode")],
     )
 
@@ -230,13 +247,13 @@ def _thin(content: Content) -> Section:
     listed.sort(key=lambda e: (e.tokens or 0, e.layer, e.expert))
     rows = [
         [str(e.layer), str(e.expert), e.fallback or "", f"{e.tokens or 0:,}"]
-        for e in listed[:_THIN_LISTED]
+        for e in listed[:_LISTED]
     ]
     caption = f"The {len(rows):,} with the fewest tokens, of {len(listed):,}"
     shown = Table(["layer", "expert", "fallback", "tokens"], rows, names=3, caption=caption)
     numbers = zip(content.experts, counts["fallback"], counts["thin"], strict=True)
     by_layer = Table(["layer", "fallback", "thin"], [[f"{n:,}" for n in row] for row in numbers])
-    figure = figures.plot_stacks(list(content.experts), {"experts": counts}, top=None)
+    figure = figures.plot_stacks(list(content.experts), {"": counts}, "experts", top=None)
     return Section(name, title, text, figure, [shown], [by_layer])
 
 
@@ -250,26 +267,32 @@ def _bytes(content: Content) -> Section:
         name="bytes",
         title="Bytes by kind",
         text=f"{total:,} bytes in {content.summary['files']:,} files.",
-        figure=figures.plot_bars(found, lambda n: f"{100 * n / total:.1f} %"),
+        figure=figures.plot_bars(found, "share of all bytes", lambda n: f"{100 * n / total:.1f} %"),
         folded=[Table(["kind", "bytes", "share"], rows)],
     )
 
 
 def _worst(content: Content) -> Section:
+    """By what was made small: the error of outputs where the evidence has it, else of weights."""
     name, title = "worst", "Worst ten experts"
     if not content.summary["is_ours"]:
         return Section(name, title, _NO_EVIDENCE)
     experts = [e for each in content.experts.values() for e in each]
-    by_weights = _largest(experts, lambda e: max(e["nmse"].values()))
-    by_outputs = _largest(experts, lambda e: e["functional_nmse"])
-    tables = [_expert_table("By the largest NMSE of their matrices", by_weights)]
-    if by_outputs:
-        tables.append(_expert_table("By the error of their outputs on the text", by_outputs))
-    bars = {
-        f"layer {e.layer}, expert {e.expert}": max(e.evidence["nmse"].values()) for e in by_weights
-    }
+    ranked = _largest(experts, _weight_error)
+    tables = [_expert_table("By the largest NMSE of their matrices", ranked)]
+    error, what = _weight_error, "weights"
     text = "Largest first; the bars are the largest NMSE of a matrix."
-    return Section(name, title, text, figures.plot_bars(bars, _decimal), tables)
+    if by_outputs := _largest(experts, lambda e: e["functional_nmse"]):
+        ranked, error, what = by_outputs, lambda e: e["functional_nmse"], "outputs"
+        tables.insert(0, _expert_table("By the error of their outputs on the text", ranked))
+        text = "Largest first; the bars are the squared error of outputs against their squares."
+    bars = {f"layer {e.layer}, expert {e.expert}": error(e.evidence) for e in ranked}
+    figure = figures.plot_bars(bars, f"squared error of {what}, relative", _decimal)
+    return Section(name, f"{title}, by error of {what}", text, figure, tables)
+
+
+def _weight_error(evidence: dict[str, Any]) -> float:
+    return max(evidence["nmse"].values())
 
 
 def _largest(
@@ -297,5 +320,5 @@ def _expert_table(caption: str, experts: list[Expert]) -> Table:
     return Table(columns, rows, names=2, caption=caption)
 
 
-def _decimal(value: float) -> str:
-    return f"{value:.5f}" if value < 1000 else f"{value:.3g}"
+def _decimal(value: float, places: int = 5) -> str:
+    return f"{value:.{places}f}" if value < 1000 else f"{value:.{places}g}"

@@ -10,6 +10,7 @@ tokens. --parts: each launch of moe_prefill by itself.
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -107,6 +108,16 @@ def parts_us(layer: LayerWeights, topk: int, workspace: PrefillWorkspace, inputs
     return ", ".join(f"{name} {graph_us([call] * 4, 7):.1f}" for name, call in calls.items())
 
 
+def _run(
+    forward: Callable[..., torch.Tensor],
+    layer: LayerWeights,
+    workspace: Workspace | PrefillWorkspace,
+    inputs: tuple[torch.Tensor, ...],
+) -> None:
+    x, ids, weights, out = inputs
+    forward(x, layer, ids, weights, workspace, out)
+
+
 def bench(name: str, tokens: list[int], parts: bool) -> None:
     hidden, intermediate, experts, topk = SHAPES[name]
     layer = random_layer(Geometry(hidden, intermediate, experts))
@@ -115,7 +126,8 @@ def bench(name: str, tokens: list[int], parts: bool) -> None:
         forward, workspace = forward_of(layer, count, topk)
         inputs = inputs_of(count, hidden, experts, topk)
         error = check(layer, forward, workspace, inputs[0])
-        us = graph_us([lambda i=i: forward(i[0], layer, *i[1:3], workspace, i[3]) for i in inputs])
+        call = partial(_run, forward, layer, workspace)
+        us = graph_us([partial(call, i) for i in inputs])
         text = f"{name:8} M={count:<4} {us:8.1f} us"
         if parts and forward is moe_prefill:
             say(f"{text}: {parts_us(layer, topk, workspace, inputs)}")

@@ -18,7 +18,9 @@ from fakehub import FakeHub, Request, command, environment
 
 from qsrt_pack import evaluate
 from qsrt_pack.cli import main
+from qsrt_pack.evaluation import content_sha256
 from qsrt_pack.hub import pull, push
+from qsrt_pack.report import write_report
 from qsrt_pack.validate import validate
 from qsrt_runtime import hub as client
 from qsrt_runtime import load_package
@@ -525,6 +527,28 @@ def test_a_report_is_published_without_paths(hub: FakeHub, pkg: Path, tmp_path: 
     assert not any(b"somebody" in data for data in files.values())
     assert push(pkg, NAME, report=report, **FACTS) == digest  # the same command again
     assert push(pkg, NAME, show_progress=False) == digest  # the report stays
+
+
+def test_a_report_made_before_push_is_of_the_package_after_it(
+    hub: FakeHub, pkg: Path, tmp_path: Path
+) -> None:
+    """Push seals again, which changes no weight; another package's report stays refused."""
+    report = tmp_path / "eval.json"
+    content = content_sha256(open_package(pkg))
+    report.write_text(json.dumps(_report(pkg, content_sha256=content)))
+    push(pkg, NAME, **FACTS)
+    write_report(pkg, tmp_path / "page.html", evaluation=report, show_progress=False)
+    assert "<td>7.9510</td>" in (tmp_path / "page.html").read_text()
+    push(pkg, NAME, report=report, **FACTS)
+    assert b"| 7.3890 | 7.9510 |" in hub.repositories[NAME].files()["README.md"]
+
+    checkpoints.edit_json(pkg / "qsrt-layer-000.json", lambda e: e["experts"][0].update(tokens=7))
+    seal(pkg)
+    with pytest.raises(FormatError, match=r"qsrt-eval\.json: content_sha256 is .*evaluate this"):
+        write_report(pkg, tmp_path / "other.html", show_progress=False)
+    report.write_text(json.dumps(_report(pkg, content_sha256=content)))
+    with pytest.raises(FormatError, match=r"eval\.json: content_sha256 is .*evaluate this"):
+        push(pkg, NAME, report=report, **FACTS)
 
 
 @pytest.mark.parametrize(

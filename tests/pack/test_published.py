@@ -14,6 +14,7 @@ from packages import write_package
 from qsrt_pack import job
 from qsrt_pack.cli import main
 from qsrt_pack.encode.expert import Settings
+from qsrt_pack.evaluation import content_sha256
 from qsrt_pack.hub import push
 from qsrt_pack.restore import decode_package
 from qsrt_pack.validate import validate
@@ -43,7 +44,7 @@ def pkg(tmp_path: Path) -> Path:
 
 def file_of(folder: Path, package: Path, /, **changes: object) -> Path:
     """A file of bench --json, of that package."""
-    value = bench_report() | {"seal_sha256": open_package(package).seal_sha256} | changes
+    value = bench_report() | {"content_sha256": content_sha256(open_package(package))} | changes
     (folder / "bench.json").write_text(json.dumps(value))
     return folder / "bench.json"
 
@@ -58,6 +59,8 @@ def test_a_report_is_in_the_card_and_stays(hub: FakeHub, pkg: Path, tmp_path: Pa
     assert validate(pkg, show_progress=False)["seal_sha256"] == digest
     assert push(pkg, NAME, bench=file, **FACTS) == digest  # the same command again
     assert push(pkg, NAME, show_progress=False) == digest  # the report stays
+    push(pkg, NAME, bench=file_of(tmp_path, pkg, seconds=9.0), **FACTS)  # measured after a push
+    assert json.loads((pkg / "qsrt-bench.json").read_text())["seconds"] == 9
 
 
 def test_the_command(hub: FakeHub, pkg: Path, tmp_path: Path) -> None:
@@ -70,8 +73,8 @@ def test_the_command(hub: FakeHub, pkg: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"seal_sha256": 64 * "1"}, "seal_sha256 is 1111.*; measure this package"),
-        ({"seal_sha256": None, "package": None}, "seal_sha256 is None.*; measure this package"),
+        ({"content_sha256": 64 * "1"}, "content_sha256 is 1111.*; measure this package"),
+        ({"content_sha256": None, "package": None}, "content_sha256 is None.*; measure this"),
         ({"kind": "eval"}, "is a required property|was expected"),
         ({"schema": "qsrt_report_v2"}, "'qsrt_report_v1' was expected"),
         ({"rows": []}, r"\$\.rows: \[\] should be non-empty"),

@@ -12,6 +12,7 @@ from qsrt_pack.bench.machine import machine_of
 from qsrt_pack.bench.run import bench
 from qsrt_pack.bench.shapes import parse_shape
 from qsrt_pack.bench.table import describe
+from qsrt_pack.evaluation import content_sha256
 from qsrt_runtime.format import schema
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.geometry import Geometry, TrueSizes
@@ -31,7 +32,8 @@ def results(report, tokens):
 def test_sizes(machine, clock):
     report = bench(TINY, [1, 17], machine, dtype=HALF)
     schema.check(report, "report", "report")
-    assert report["package"] is report["seal_sha256"] is report["load"] is None
+    for key in ("package", "seal_sha256", "content_sha256", "load"):
+        assert report[key] is None
     assert [way["way"] for way in report["ways"]] == ["qsrt", "torch", "triton"]
     assert [way["weights"] for way in report["ways"]] == ["packed", "dense", "dense"]
     small, large = (report["ways"][place]["expert_bytes"] for place in (0, 1))
@@ -64,6 +66,7 @@ def test_a_package(machine, tmp_path):
     report = bench(folder, [2], machine, dtype=HALF)
     assert report["package"] == str(folder)
     assert report["seal_sha256"] == open_package(folder).seal_sha256
+    assert report["content_sha256"] == content_sha256(open_package(folder))
     assert (report["hidden_size"], report["intermediate_size"]) == (192, 256)
     assert (report["experts"], report["topk"]) == (3, 2)
     assert report["load"]["layers"] == 2

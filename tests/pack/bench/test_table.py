@@ -28,7 +28,8 @@ def test_the_table(report):
 
 
 def test_without_a_package_or_dense_ways(report):
-    report |= {"package": None, "seal_sha256": None, "load": None, "dense_absent": "too large"}
+    report |= dict.fromkeys(("package", "seal_sha256", "content_sha256", "load"))
+    report["dense_absent"] = "too large"
     report["ways"] = report["ways"][:1]
     for row in report["rows"]:
         row["results"] = row["results"][:1]

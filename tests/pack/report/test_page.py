@@ -28,7 +28,7 @@ HEADINGS = [
     "Calibration tokens of the experts",
     "Thin experts and fallbacks",
     "Bytes by kind",
-    "Worst ten experts",
+    "Worst ten experts, by error of outputs",
 ]
 PLOTS = ["kl", "errors", "modes", "tokens", "thin", "bytes", "worst"]
 PHONE, DESKTOP = {"width": 360, "height": 740}, {"width": 1280, "height": 900}
@@ -46,6 +46,24 @@ DRAWN = """svgs => svgs.map(svg => ({
         return box.left < all.left - 1 || box.right > all.right + 1;
     }).map(text => text.textContent),
 }))"""
+
+MARKS = """all => all.filter(mark => !mark.closest("defs, clipPath")).map(mark => {
+    const style = getComputedStyle(mark);
+    return {
+        colours: [style.fill, style.stroke].filter(colour => colour != "none"),
+        opacity: Math.min(style.opacity, style.fillOpacity, style.strokeOpacity),
+    };
+})"""
+GRID = """body => {
+    const mark = body.appendChild(document.createElement("i"));
+    mark.style.color = "var(--faint)";
+    return getComputedStyle(mark).color;
+}"""
+# What ends beyond its section, but for what lies in a box that scrolls.
+CUT = """all => all.filter(each => {
+    const box = each.getBoundingClientRect(), section = each.closest("section");
+    return box.right > section.getBoundingClientRect().right && !each.closest(".scroll table");
+}).map(each => each.outerHTML.slice(0, 80))"""
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +88,7 @@ def _large(content: Content, layers: int, experts: int) -> Content:
             "functional_nmse": 0.03 * rng.lognormvariate(0, 0.3) if tokens else None,
             "tokens": tokens,
             "fallback": None if tokens else "no rows",
+            "zero_matrices": [],
         }
         return Expert(layer, number, (rng.randrange(3), rng.randrange(3)), evidence)
 
@@ -156,9 +175,35 @@ def test_texts_and_plots_can_be_read_in_the_light_and_in_the_dark(
         "all => all.map(e => getComputedStyle(e).color)"
     )
     assert min(_contrast(colour, behind) for colour in {*texts, *others}) > 4.5  # WCAG AA
-    bars = page.locator("#worst svg path[style*='--series-0']").first
-    assert _contrast(bars.evaluate("e => getComputedStyle(e).fill"), behind) > 3
+    marks = page.locator("svg path, svg use").evaluate_all(MARKS)
+    grid = page.locator("body").evaluate(GRID)  # helps to see, says nothing
+    colours = {colour for mark in marks for colour in mark["colours"]} - {grid}
+    assert len(colours) >= 5 and min(_contrast(colour, behind) for colour in colours) >= 3
+    assert {mark["opacity"] for mark in marks} == {1}
     assert faults == []
+    page.close()
+
+
+@pytest.mark.parametrize("viewport", [PHONE, DESKTOP], ids=["phone", "desktop"])
+def test_long_texts_stay_in_their_boxes(
+    browser: Any, calibrated: Path, tmp_path: Path, viewport: dict
+) -> None:
+    content = read_content(calibrated, None, show_progress=False)
+    for texts in content.experts.values():
+        texts[0].evidence["fallback"] = 20 * "no rows of its own came, so its layer's, " + 200 * "x"
+    file = tmp_path / "page.html"
+    file.write_text(build_page(content, build_sections(content)))
+    page, _ = _open(browser, file, viewport, "light")
+    for summary in page.locator("summary").all():
+        summary.click()
+    cut = page.locator("section *").evaluate_all(CUT)
+    assert cut == []
+    scrolled = page.locator(".scroll").evaluate_all(
+        "all => all.filter(e => e.scrollWidth > e.clientWidth + 1).length"
+    )
+    assert scrolled == 0 or viewport == PHONE
+    widths = page.locator("td.name").evaluate_all("all => all.map(e => e.clientWidth)")
+    assert min(widths) > 40  # wrapped by words, not by letters
     page.close()
 
 

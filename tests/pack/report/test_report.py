@@ -2,16 +2,24 @@
 
 import json
 import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
+import checkpoints
 import pytest
 from click.testing import CliRunner
 from matplotlib import rc_context
+from matplotlib.text import Text
 
 from qsrt_pack.cli import main
 from qsrt_pack.report import figures, write_report
-from qsrt_pack.report.content import check_histogram
+from qsrt_pack.report.content import check_histogram, read_content
+from qsrt_pack.report.sections import build_sections
 from qsrt_runtime.format import manifest, schema
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.package import open_package, seal
@@ -60,12 +68,14 @@ def report(package: Path, **options: object) -> _Page:
 
 def test_numbers_are_those_of_the_evidence(calibrated: Path) -> None:
     page = report(calibrated)
-    rows = page.rows["worst"]
+    rows = page.rows["worst"][1:11]
+    by_outputs = [(layer, expert) for expert in (5, 4, 3, 2, 1) for layer in (0, 2)]
+    assert [(int(row[0]), int(row[1])) for row in rows] == by_outputs
+    rows = page.rows["worst"][12:22]
     worst = [(0, 3), (2, 5), (2, 4), (2, 3), (2, 2), (2, 1), (2, 0), (0, 5), (0, 4), (0, 2)]
-    assert [(int(row[0]), int(row[1])) for row in rows[1:11]] == worst
-    assert rows[1] == ["0", "3", "0.01300", "0.00650", "0.90000", "0.03300", "1,200", "R0/R0"]
-    assert rows[7] == ["2", "0", "0.03000", "0.01500", "0.00000", "", "0", "R0/R0"]
-    assert [row[:2] for row in rows[12:15]] == [["0", "5"], ["2", "5"], ["0", "4"]]
+    assert [(int(row[0]), int(row[1])) for row in rows] == worst
+    assert rows[0] == ["0", "3", "0.01300", "0.00650", "0.90000", "0.03300", "1,200", "R0/R0"]
+    assert rows[6] == ["2", "0", "0.03000", "0.01500", "0.00000", "", "0", "R0/R0"]
 
     assert ["0", "w1, gate", "0.01000", "0.01050", "0.01250", "0.01450", "0.01500"] in page.rows[
         "errors"
@@ -79,6 +89,147 @@ def test_numbers_are_those_of_the_evidence(calibrated: Path) -> None:
     assert ["2", "down (w2)", "0", "6", "6", "0", "0"] in page.rows["modes"]
     total = sum(path.stat().st_size for path in calibrated.iterdir())
     assert page.rows["bytes"][-1] == ["all", f"{total:,}", ""]
+
+
+def _drawn(package: Path) -> dict[str, tuple[str, list[str]]]:
+    """By section its title and the texts of its plot, in the order in which they are drawn."""
+    content = read_content(package, None, show_progress=False)
+    return {
+        s.name: (s.title, [t.get_text() for t in s.figure.findobj(Text) if t.get_text()])
+        for s in build_sections(content)
+        if s.figure is not None
+    }
+
+
+def _edit(package: Path, change: Callable[[dict], None]) -> None:
+    """Change every expert's evidence and seal the package."""
+    for path in package.glob("qsrt-layer-*.json"):
+        checkpoints.edit_json(path, lambda e: [change(item) for item in e["experts"]])
+    seal(package)
+
+
+def test_the_worst_are_drawn_by_outputs_where_these_are_known(calibrated: Path) -> None:
+    title, texts = _drawn(calibrated)["worst"]
+    assert title == "Worst ten experts, by error of outputs"
+    bars = [text for text in texts if text.startswith(("layer", "0."))]
+    assert bars[:4] == ["layer 0, expert 5", "0.03500", "layer 2, expert 5", "0.03500"]
+    _edit(calibrated, lambda e: e.update(functional_nmse=None))
+    title, texts = _drawn(calibrated)["worst"]
+    assert title == "Worst ten experts, by error of weights"
+    bars = [text for text in texts if text.startswith(("layer", "0."))]
+    assert bars[:4] == ["layer 0, expert 3", "0.90000", "layer 2, expert 5", "0.03500"]
+
+
+def test_outputs_that_were_not_measured_are_spoken_of(calibrated: Path) -> None:
+    sentence = "The error of outputs is not known: no document of the text was left"
+    assert sentence not in report(calibrated).texts["errors"]
+    _edit(calibrated, lambda e: e.update(functional_nmse=None))
+    page = report(calibrated)
+    assert sentence in page.texts["errors"] and "outputs on the text" not in page.texts["errors"]
+
+
+def test_matrices_of_zeros_are_listed(calibrated: Path) -> None:
+    assert "zeros" not in report(calibrated).texts["errors"]
+    _edit(
+        calibrated,
+        lambda e: e.update(zero_matrices=["w1", "w2"]) if e["expert"] == 4 else None,
+    )
+    page = report(calibrated)
+    assert page.rows["errors"][:3] == [
+        ["layer", "expert", "matrices"], ["0", "4", "w1, w2"], ["2", "4", "w1, w2"]
+    ]  # fmt: skip
+    assert "Experts with matrices of zeros: the first 2 of 2" in page.texts["errors"]
+
+
+@pytest.mark.parametrize("key", ["nmse", "functional_nmse", "tokens", "kl"])
+def test_the_largest_numbers_are_drawn(
+    calibrated: Path, evaluation: dict, tmp_path: Path, key: str
+) -> None:
+    """Of each sort one; schemas allow them, and axes would overflow."""
+    largest = {"nmse": {"w1": 1.7e308, "w3": 0, "w2": 5e-324}, "functional_nmse": 1.7e308}
+    largest["tokens"] = 2**52
+    if key in largest:
+        path = calibrated / "qsrt-layer-002.json"
+        checkpoints.edit_json(path, lambda e: e["experts"][5].update({key: largest[key]}))
+        seal(calibrated)
+    else:
+        scores = {"cross_entropy": 709.0, "perplexity": 1.7e308}
+        evaluation |= {f"kl_{name}": 1.7e308 for name in ("mean", "median", "p90", "p99", "max")}
+        evaluation |= {"kl_mean_interval": None, "package_score": scores}
+        evaluation["kl_histogram"] = {"edges": [5e-324, 1, 1.7e308], "counts": [5, 6]}
+    file = tmp_path / "eval.json"
+    file.write_text(json.dumps(evaluation | {"seal_sha256": open_package(calibrated).seal_sha256}))
+    html, png = tmp_path / "page.html", tmp_path / "plots"
+    write_report(calibrated, html, png=png, evaluation=file, show_progress=False)
+    page = _Page(html.read_text())
+    assert {path.name for path in png.iterdir()} == ALL | {"kl.png"}
+    said = "4,503,599,627,370,496" if key == "tokens" else "1.7e+308"
+    assert any(said in row for rows in page.rows.values() for row in rows)
+    assert max(len(cell) for rows in page.rows.values() for row in rows for cell in row) < 100
+
+
+def test_each_plot_file_has_a_title_and_units(
+    calibrated: Path, evaluation: dict, tmp_path: Path
+) -> None:
+    file = tmp_path / "eval.json"
+    file.write_text(json.dumps(evaluation | {"seal_sha256": open_package(calibrated).seal_sha256}))
+    units = {
+        "kl": {"KL of a position, nats", "positions"},
+        "errors": {"squared error, relative", "layer"},
+        "modes": {"pairs, %", "layer"},
+        "tokens": {"tokens", "layer"},
+        "thin": {"experts", "layer"},
+        "bytes": {"share of all bytes"},
+        "worst": {"squared error of outputs, relative"},
+    }
+    sections = build_sections(read_content(calibrated, file, show_progress=False))
+    assert {section.name for section in sections} == set(units)
+    for section in sections:
+        figures.png(section.figure, section.title)
+        section.figure.draw_without_rendering()
+        found = [text for text in section.figure.findobj(Text) if text.get_text()]
+        assert {text.get_text() for text in found} >= {section.title, *units[section.name]}
+        ticks = [
+            label
+            for ax in section.figure.axes
+            for label in (*ax.get_xticklabels(), *ax.get_yticklabels())
+        ]
+        boxes = {text.get_text(): text.get_window_extent() for text in found if text not in ticks}
+        title = boxes.pop(section.title)
+        assert title.x0 >= 0 and title.x1 <= section.figure.bbox.x1
+        assert not [name for name, box in boxes.items() if box.overlaps(title)]
+        assert title.y0 >= max(ax.get_window_extent().y1 for ax in section.figure.axes)
+
+
+def test_every_fold_has_a_name_of_its_own(calibrated: Path) -> None:
+    write_report(calibrated, calibrated.with_name("p.html"), show_progress=False)
+    text = calibrated.with_name("p.html").read_text()
+    found = re.findall("<summary>(.*?)</summary>", text)
+    assert len(found) == len(set(found)) == 6
+    assert "Numbers: Rate modes chosen" in found
+
+
+def test_a_backend_that_matplotlib_lacks_matters_to_no_report(
+    calibrated: Path, repository: Path
+) -> None:
+    environment = os.environ | {"MPLBACKEND": "bogus", "PYTHONPATH": str(repository)}
+    command = [sys.executable, "-m", "qsrt_pack", "-q", "report", str(calibrated)]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_a_snapshot_of_the_hub_is_called_by_its_repository(
+    calibrated: Path, evaluation: dict, tmp_path: Path
+) -> None:
+    snapshot = tmp_path / "models--owner--model-qsrt" / "snapshots" / ("a" * 40)
+    shutil.copytree(calibrated, snapshot)
+    file, html = tmp_path / "eval.json", tmp_path / "page.html"
+    evaluation["reference"] = "/hub/models--owner--model/snapshots/" + "b" * 40
+    evaluation["seal_sha256"] = open_package(snapshot).seal_sha256
+    file.write_text(json.dumps(evaluation))
+    write_report(snapshot, html, evaluation=file, show_progress=False)
+    assert _Page(html.read_text()).rows["kl"][1] == ["name", "owner/model", "model-qsrt"]
+    assert "<h1>owner/model-qsrt</h1>" in html.read_text()
 
 
 def test_modes_are_counted_by_layer_and_matrix(mixed: Path) -> None:
@@ -173,7 +324,7 @@ def test_evaluations_that_are_not_of_this_package(
         schema.dump(evaluation | {"encoder_fingerprint": "1" * 64})
     )
     seal(calibrated)
-    with pytest.raises(FormatError, match=r"qsrt-eval\.json: encoder_fingerprint is of another"):
+    with pytest.raises(FormatError, match=r"qsrt-eval\.json: encoder_fingerprint is 1+, the"):
         report(calibrated)
 
 
@@ -243,7 +394,7 @@ def test_what_stands_beside_the_page_is_left_alone(
 def test_a_failure_leaves_neither_page_nor_plots(
     calibrated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_figure: object) -> bytes:
+    def fail(*_: object) -> bytes:
         raise OSError("no space")
 
     monkeypatch.setattr(figures, "png", fail)

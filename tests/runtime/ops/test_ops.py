@@ -84,38 +84,38 @@ def test_routes(name, dtype, tokens):
     blocks, routes, places = map_routes_reference(ids.flatten().tolist())
     assert workspace.counts.tolist() == [len(blocks), 0]
     assert workspace.block_experts[: len(blocks)].tolist() == blocks
-    assert workspace.block_routes[: len(blocks)].tolist() == routes
+    assert workspace.block_routes[: len(blocks) * PLACES].view(-1, PLACES).tolist() == routes
     assert workspace.route_places[: ids.numel()].tolist() == places
 
 
 @pytest.mark.parametrize(("name", "dtype"), DEVICES)
 @pytest.mark.parametrize("tokens", [1, 17, 40])
-@pytest.mark.parametrize("block", [8, 16])
-def test_sorted_routes(name, dtype, tokens, block):
-    """Of the decoding's workspace, blocks of 8; of prefill's, of 16."""
+@pytest.mark.parametrize(("block", "decodes"), [(8, True), (32, True), (16, False)])
+def test_sorted_routes(name, dtype, tokens, block, decodes):
+    """Of decoding an expert's routes stand in their own order, of prefill in any."""
     layer, device = random_layer(GEOMETRY, place(name)), place(name)
     x, ids, _ = inputs(layer, tokens, TOPK, dtype)
     ids[0, 1], ids[-1] = -1, 2
-    if block == PLACES:
-        workspace = poisoned(layer, TOPK, dtype, tokens)
+    if decodes:
+        workspace = poisoned(layer, TOPK, dtype, max(tokens, 17))
         order = workspace.block_routes
     else:
         made = make_prefill_workspace(GEOMETRY, TOPK, tokens, 1, dtype, device)
         workspace = guard(made)
         order = workspace.order
-    group(x, layer, ids, None, workspace, block, False, False)
+    group(x, layer, ids, None, workspace, block, ways(device)[0], False)
     first, block_experts, blocks = group_reference(ids.flatten().tolist(), 3, block)
     assert workspace.counts.tolist() == [len(blocks), 0]
     assert workspace.first_block.tolist() == first
     assert workspace.block_experts[: len(blocks)].tolist() == block_experts
     found = order.flatten()[: len(blocks) * block].tolist()
-    for expert in range(3):  # in any order, empty places last
+    for expert in range(3):  # empty places last
         those = found[first[expert] * block : first[expert + 1] * block]
         routes = [r for some in blocks[first[expert] : first[expert + 1]] for r in some]
         count = sum(route >= 0 for route in routes)
-        assert sorted(those[:count]) == routes[:count]
+        assert (those if decodes else sorted(those[:count]))[:count] == routes[:count]
         assert those[count:] == routes[count:]
-    if block == PLACES:
+    if decodes:
         for route, at in enumerate(workspace.route_places[: ids.numel()].tolist()):
             assert (found[at] == route) if ids.flatten()[route] >= 0 else at == -1
     check_guards(workspace)
@@ -199,7 +199,7 @@ def test_activation(name, dtype, weigh):
         for i in range(2):
             tile = 2 * block + i
             workspace.partial[0, 4 * tile + tile, place_] = sums[route, i * COLUMNS :][:COLUMNS]
-    activate(layer, ids, None, weights if weigh else None, workspace, False)
+    activate(layer, ids, None, weights if weigh else None, workspace, PLACES, False)
     found = natural(workspace.middle)
     factors = weights.flatten() if weigh else torch.ones(len(experts), device=x.device)
     for i, expert in enumerate(experts):
@@ -221,5 +221,5 @@ def test_combination(name, dtype, sides):
         block, place_ = divmod(at, PLACES)
         workspace.partial[0, 8 * block + block, place_, :256] = sums[route]
     out = torch.full_like(x, float("nan"))
-    combine(layer, ids, None, weights, workspace, out, False)
+    combine(layer, ids, None, weights, workspace, out, PLACES, False)
     assert error(out, combine_reference(sums, layer, experts, weights)) < BOUND[dtype]
