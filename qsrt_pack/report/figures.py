@@ -190,7 +190,7 @@ def plot_lines(
             ax.yaxis.set_major_formatter(FuncFormatter(_short))
         axes[-1].set_xlabel(label)
         handles, names = axes[0].get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside upper right", ncols=len(names))
+        figure.legend(handles, names, loc="outside lower right", ncols=len(names))
     return figure
 
 
