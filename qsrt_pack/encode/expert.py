@@ -268,7 +268,7 @@ def _checked(
     """The expert of some matrices, once its bytes are checked."""
     packed = {name: m.packed for name, m in chosen.items()}
     coded = atom.Expert(**packed, mode13=modes[0], mode2=modes[1])
-    _check_decode(coded, chosen, geometry)
+    _check_kernels(coded, chosen, geometry)
     return EncodedExpert(
         coded,
         groups,
@@ -277,7 +277,7 @@ def _checked(
     )
 
 
-def _check_decode(coded: atom.Expert, chosen: dict[str, EncodedMatrix], geometry: Geometry) -> None:
+def _check_kernels(coded: atom.Expert, chosen: dict[str, EncodedMatrix], geometry: Geometry) -> None:
     """Decode the packed bytes and compare them with the encoder's own reconstruction."""
     modes = (coded.mode13, coded.mode2)
     bundles = atom.pack_expert(coded)

@@ -1,0 +1,68 @@
+"""Small calls of moe_decode and moe_prefill by each way of an sm_90, for compute-sanitizer.
+
+compute-sanitizer --tool memcheck python tests/bench/check_kernels.py
+compute-sanitizer --tool racecheck python tests/bench/check_kernels.py
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from layers import BFLOAT, BOUND, error, inputs, poisoned, random_layer
+
+from qsrt_runtime import moe_decode as decode
+from qsrt_runtime import moe_prefill as prefill
+from qsrt_runtime.format.geometry import Geometry
+from qsrt_runtime.moe_reference import moe_forward_reference
+from qsrt_runtime.ops import fused
+from qsrt_runtime.weights import LayerWeights
+from qsrt_runtime.workspace import make_prefill_workspace
+
+# Weights up to which there is one launch, by warps, dependent launches.
+WAYS = ((1 << 27, (True, True)), (0, (True, True)), (0, (False, False)))
+
+
+def check_decode(layer: LayerWeights, tokens: int) -> None:
+    x, ids, weights = inputs(layer, tokens, 3, BFLOAT)
+    ids[-1, 1] = -1
+    expected = moe_forward_reference(x.float(), layer, ids, weights)
+    for limit, ways in WAYS:
+        fused.MAX_WEIGHTS = limit
+        decode.ways = lambda _device, ways=ways: ways
+        out = torch.empty_like(x)
+        workspace = poisoned(layer, 3, BFLOAT, max(tokens, 16))
+        decode.moe_decode(x, layer, ids, weights, workspace, out)
+        if not error(out, expected) < BOUND[BFLOAT]:
+            raise SystemExit("wrong")
+
+
+def check_prefill(layer: LayerWeights, tokens: int) -> None:
+    x, ids, weights = inputs(layer, tokens, 3, BFLOAT)
+    ids[-1, 1] = -1
+    expected = moe_forward_reference(x.float(), layer, ids, weights)
+    sizes = (layer.geometry, 3, tokens, layer.traits.inputs, BFLOAT, x.device)
+    for ways in ((True, True), (False, False)):
+        prefill.ways = lambda _device, ways=ways: ways
+        out = torch.empty_like(x)
+        prefill.moe_prefill(x, layer, ids, weights, make_prefill_workspace(*sizes), out)
+        if not error(out, expected) < BOUND[BFLOAT]:
+            raise SystemExit("wrong")
+
+
+def main() -> None:
+    device = torch.device("cuda")
+    for codes, sides in (([0] * 5, "one"), ([0, 0x11, 0x12, 0x21, 0], "expert")):
+        layer = random_layer(Geometry(640, 512, 5), device, codes=codes, sides=sides)
+        for tokens in (1, 11, 40):  # the last in blocks of 32 places where all pairs are of 3 bits
+            check_decode(layer, tokens)
+        check_prefill(layer, 70)
+    torch.cuda.synchronize()
+    sys.stdout.write("checked\n")
+
+
+if __name__ == "__main__":
+    main()
