@@ -33,6 +33,8 @@ from qsrt_runtime.ops.fused.product.wide import wide_kernel
 from qsrt_runtime.ops.group.kernel import group_kernel
 from qsrt_runtime.ops.grouped_gemm.kernel import grouped_gemm_kernel
 from qsrt_runtime.ops.grouped_gemm.ptx import convert
+from qsrt_runtime.ops.label_gemm import ptx as labels_ptx
+from qsrt_runtime.ops.label_gemm.kernel import label_gemm_kernel
 from qsrt_runtime.ops.prepare.kernel import prepare_kernel
 
 GEOMETRY = Geometry(1024, 512, 64)
@@ -154,6 +156,15 @@ KERNELS = {
             **{"STEP2": ptx.wide_step(4, True, 2), "STEP4": ptx.wide_step(4, True, 4)},
         },
         {"out": "*fp32"},
+        32,
+    ),
+    "label_gemm": (
+        label_gemm_kernel,
+        {
+            **{"ROWS": 1024, "TILES": 2, "STEPS": 16, "DIVISOR": 8, "DOWN": False},
+            **{"LOAD": labels_ptx.load(8192), "STEP": labels_ptx.step(torch.bfloat16)},
+        },
+        {"out": "*fp32", "weights": "*i32"},
         32,
     ),
     "fused": (

@@ -277,7 +277,9 @@ def _checked(
     )
 
 
-def _check_kernels(coded: atom.Expert, chosen: dict[str, EncodedMatrix], geometry: Geometry) -> None:
+def _check_kernels(
+    coded: atom.Expert, chosen: dict[str, EncodedMatrix], geometry: Geometry
+) -> None:
     """Decode the packed bytes and compare them with the encoder's own reconstruction."""
     modes = (coded.mode13, coded.mode2)
     bundles = atom.pack_expert(coded)

@@ -9,15 +9,16 @@ from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import PrefillWorkspace
 
 
-def tiles(block: int, down: bool) -> tuple[int, int, int, int, int]:
-    """A tile's rows of the weights, its warps and stages, programs on each multiprocessor, and the
-    blocks that share a tile of weights, as measured on an H200 (bench_prefill.py).
+def tiles(block: int) -> tuple[int, int, int, int]:
+    """A tile's rows of the weights, its warps, its stages, and the programs on a multiprocessor.
+
+    As measured on an H200, see tests/bench/results/prefill_h200.txt.
     """
     if block <= 16:
-        return 128, 4, 5, 4, 8
+        return 128, 4, 5, 4
     if block < 128:
-        return 256, 8, 4, 2, 8
-    return (256, 16, 4, 1, 16) if down else (256, 8, 4, 1, 8)
+        return 256, 8, 4, 2
+    return 256, 16, 4, 1
 
 
 def grouped_gemm(
@@ -37,7 +38,7 @@ def grouped_gemm(
     up matrix_rows further.   The scratch holds the experts' matrices.   block: routes of a block.
     """
     hidden, held = layer.geometry.hidden, 32 * len(layer.slots)
-    width, warps, stages, programs, sharing = tiles(block, down)
+    width, warps, stages, programs = tiles(block)
     grouped_gemm_kernel[(programs * workspace.multiprocessors,)](
         rows,
         workspace.scratch.view(torch.int32),
@@ -54,7 +55,7 @@ def grouped_gemm(
         DOWN=down,
         BLOCK=block,
         WIDTH=width,
-        GROUP=sharing,
+        GROUP=8,
         **converts(rows.dtype),
         STAGES=stages,
         num_warps=warps,
