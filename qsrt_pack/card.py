@@ -1,10 +1,11 @@
-"""The model card of a package: README.md, made from its documents and an evaluation."""
+"""The model card of a package: README.md, made from its documents and reports."""
 
 import re
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from qsrt_pack.bench.table import speeds
 from qsrt_pack.validate import bits_per_expert_weight
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.manifest import CARD
@@ -21,11 +22,12 @@ def build_card(
     license_id: str | None,
     base_model: str | None,
     report: dict[str, Any] | None,
+    bench: dict[str, Any] | None = None,
 ) -> str:
     """The card's text. license_id, base_model: by default what the package's card says.
 
-    report: of `eval`. The same package and arguments give the same text. Raises FormatError where
-    license or base model is not known or no name of one.
+    report: of `eval`.   bench: of `bench`. The same package and arguments give the same text.
+    Raises FormatError where license or base model is not known or no name of one.
     """
     known = _read_card(package)
     license_id = license_id or known.get("license")
@@ -51,7 +53,8 @@ def build_card(
         base_model_relation="quantized",
         **_license_link(package, license_id),
     )
-    return f"---\n{data.to_yaml()}\n---\n\n{_body(package, repository, base_model, report)}"
+    measured = _measured(report) + _timed(bench)
+    return f"---\n{data.to_yaml()}\n---\n\n{_body(package, repository, base_model, measured)}"
 
 
 def _read_card(package: Package) -> dict[str, Any]:
@@ -85,7 +88,7 @@ def _license_link(package: Package, license_id: str) -> dict[str, str]:
     return {"license_link": "LICENSE"}
 
 
-def _body(package: Package, repository: str, base_model: str, report: dict[str, Any] | None) -> str:
+def _body(package: Package, repository: str, base_model: str, measured: str) -> str:
     geometry, layers = package.geometry, package.layers
     weights = {n for n in package.digests if n.endswith(".safetensors")}
     size = sum((package.path / name).stat().st_size for name in weights)
@@ -105,7 +108,7 @@ payloads, about {bits:.2f} bits a weight. Everything else is the original's, bit
 | stored bits an expert weight | {bits:.4f} |
 | bytes of weights | {size:,} |
 
-{_measured(report)}## Load
+{measured}## Load
 
 ```bash
 pip install 'qsrt[transformers]'
@@ -145,5 +148,32 @@ Against the unquantized model on {report["positions"]:,} positions in windows of
 | mean KL(original \\|\\| package), nats | | {mean} |
 | its median and 99th percentile | | {report["kl_median"]:.5f}, {report["kl_p99"]:.5f} |
 | same most likely next token | | {100 * report["top1_agreement"]:.2f} % |
+
+"""
+
+
+def _timed(report: dict[str, Any] | None) -> str:
+    if report is None:
+        return ""
+    names = [way["way"] for way in report["ways"]]
+    titles = [f"{way['way']}, {way['weights']}" for way in report["ways"]]
+    packed = [way["way"] for way in report["ways"] if way["weights"] == "packed"]
+    lines = [
+        " | ".join(["| tokens", *titles, *(f"speed of {name}" for name in packed)]) + " |",
+        "|---" * (1 + len(names) + len(packed)) + "|",
+    ]
+    for row in report["rows"]:
+        found = speeds(report, row)
+        cells = [f"{r['us']:.1f}" if "us" in r else "" for r in row["results"]]
+        cells += [f"{found[name]:.2f}" if name in found else "" for name in packed]
+        lines.append(" | ".join([f"| {row['tokens']:,}", *cells]) + " |")
+    table = "\n".join(lines)
+    return f"""## Speed
+
+Microseconds of a layer's experts on one {report["gpu"]["name"]}, in {report["dtype"]}, by \
+`qsrt-pack bench`. Dense are the same weights decoded; speed is the fastest dense way's time over \
+the packed one's:
+
+{table}
 
 """

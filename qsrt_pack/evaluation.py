@@ -9,7 +9,8 @@ from qsrt_runtime.format.manifest import CARD, REPORT
 from qsrt_runtime.format.package import Package
 
 ATTRIBUTES = ".gitattributes"
-_OF_PUSH = {CARD, REPORT, ATTRIBUTES}
+BENCH = "qsrt-bench.json"
+_OF_PUSH = {CARD, REPORT, BENCH, ATTRIBUTES}
 
 
 def content_sha256(package: Package) -> str:

@@ -24,8 +24,9 @@ from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 import qsrt_runtime
 from qsrt_pack.assemble.package import GIT_ATTRIBUTES
 from qsrt_pack.card import build_card
-from qsrt_pack.evaluation import ATTRIBUTES, check_evaluation, read_evaluation, shown_name
+from qsrt_pack.evaluation import ATTRIBUTES, BENCH, check_evaluation, read_evaluation, shown_name
 from qsrt_pack.output import check_output, recover, replacing, state_file
+from qsrt_pack.published import read_bench, side_files
 from qsrt_pack.validate import validate
 from qsrt_runtime.format import paths, schema
 from qsrt_runtime.format.errors import FormatError
@@ -58,6 +59,7 @@ def push(
     license_id: str | None = None,
     base_model: str | None = None,
     report: Path | None = None,
+    bench: Path | None = None,
     show_progress: bool = True,
 ) -> str:
     """Publish a package; returns its seal's digest, which the model card has changed.
@@ -66,11 +68,12 @@ def push(
     or checks its visibility, takes away the seal of another package, sends all files but the seal,
     checks what has arrived, and commits the seal together with the removal of what is not of the
     package. Run again after a failure, it sends what is missing. report: of `eval --json`.
+    bench: of `bench --json`.
     Raises FormatError for a package at fault, HubError for what the Hub does.
     """
     recover(path)
     validate(path, show_progress=show_progress)
-    package = _described(path, repository, license_id, base_model, report)
+    package = _described(path, repository, license_id, base_model, report, bench)
     show_bars(show_progress)
     api = HfApi(library_name="qsrt", library_version=qsrt_runtime.__version__)
     _prepare_repository(api, repository, private, revision)
@@ -205,18 +208,20 @@ def _described(
     license_id: str | None,
     base_model: str | None,
     report: Path | None,
+    bench: Path | None,
 ) -> Package:
     """The package with its card and report, sealed again if they are not those it has."""
     package = open_package(path)
     if not package.documents.is_ours:
         raise FormatError(f"{path} was made elsewhere; push takes packages that convert has made")
-    evaluation = _evaluation(package, report)
-    card = build_card(
-        package, repository, license_id=license_id, base_model=base_model, report=evaluation
-    )
+    evaluation, speed = _evaluation(package, report), read_bench(package, bench)
+    names = {"license_id": license_id, "base_model": base_model}
+    card = build_card(package, repository, **names, report=evaluation, bench=speed)
     wanted = {CARD: card.encode(), ATTRIBUTES: _attributes(package)}
     if evaluation is not None:
         wanted[REPORT] = schema.dump(evaluation)
+    if speed is not None:
+        wanted[BENCH] = schema.dump(speed)
     digests = {name: hashlib.sha256(data).hexdigest() for name, data in wanted.items()}
     if all(package.digests.get(name) == digest for name, digest in digests.items()):
         return package
@@ -237,7 +242,7 @@ def _attributes(package: Package) -> bytes:
     The Hub stores as such what is binary or of 10 MB and more.
     """
     text = GIT_ATTRIBUTES.decode()
-    for name in package.side_files:
+    for name in side_files(package):
         path = package.path / name
         with path.open("rb") as file:
             binary = b"\0" in file.read(_SAMPLE)

@@ -1,9 +1,9 @@
-"""An output folder that appears whole or not at all.
+"""An output that appears whole or not at all: a folder, or a file.
 
-The work is done in OUT.partial, which holds `lock`, the new folder as `package`, for a moment at
-the end what stood at OUT before as `old`, what is kept of a source that is removed on the way as
-`source`, and for work that can be continued `state.json`: while that file is there, a failure keeps
-OUT.partial, and the next run goes on in it.
+The work on a folder is done in OUT.partial, which holds `lock`, the new folder as `package`, for a
+moment at the end what stood at OUT before as `old`, what is kept of a source that is removed on the
+way as `source`, and for work that can be continued `state.json`: while that file is there, a
+failure keeps OUT.partial, and the next run goes on in it.
 """
 
 import fcntl
@@ -259,3 +259,38 @@ def _remove(work: Path, out: Path) -> None:
         work.rmdir()
     except OSError as error:
         _log.warning("%s was not removed: %s", work, error)
+
+
+def check_file(file: Path, package: Path | None, overwrite: bool) -> None:
+    """Refuse a file that cannot be written, or that would lose something.
+
+    package: a local one, which is sealed.
+    """
+    if not file.parent.is_dir():
+        raise FormatError(f"{file.parent} is not a folder; make it, or choose another place")
+    if package is not None and package.resolve() in file.resolve().parents:
+        raise FormatError(f"{file} lies in the package, which is sealed; choose another place")
+    if file.is_dir():
+        raise FormatError(f"{file} is a folder; name a file")
+    if not os.access(file.parent, os.W_OK | os.X_OK):
+        raise FormatError(f"{file.parent} cannot be written; choose another folder")
+    if file.exists() and not file.is_file():
+        raise FormatError(f"{file} is no regular file; choose another name")
+    if (file.exists() or file.is_symlink()) and not overwrite:
+        raise FormatError(f"{file} exists; choose another or give --overwrite to replace it")
+
+
+@contextmanager
+def placed(file: Path, data: bytes) -> Iterator[None]:
+    """Write a file under a name that nothing has, and rename it when the block has ended."""
+    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        with paths.naming(partial), partial.open("xb") as opened:
+            opened.write(data)
+            opened.flush()
+            os.fsync(opened.fileno())
+        yield
+        partial.replace(file)
+    finally:
+        partial.unlink(missing_ok=True)
+    paths.sync_folder(file.parent)

@@ -17,6 +17,7 @@ for command in (
     read.decode,
     measure.eval_command,
     measure.report_command,
+    measure.bench_command,
     publish.push_command,
     publish.pull_command,
 ):

@@ -1,11 +1,16 @@
-"""The commands that say how good a package is: eval and report."""
+"""The commands that say how good a package is, and how fast: eval, report and bench."""
 
 import os
+import re
+from contextlib import ExitStack
 from pathlib import Path
 
 import click
 
 from qsrt_pack.cli.options import LOCATION, SOURCE, json_option, one_device, print_json
+
+_TOKENS = ",".join(str(1 << power) for power in range(13))
+_MOST_TOKENS, _MOST_COUNTS = 65_536, 64
 
 
 @click.command("eval")
@@ -126,3 +131,87 @@ def report_command(
         show_progress=show_progress,
     )
     click.echo(page)
+
+
+def _token_counts(_context: click.Context, _parameter: click.Parameter, text: str) -> list[int]:
+    parts = text.split(",")
+    counts = [int(part) for part in parts if re.fullmatch("[0-9]{1,5}", part)]
+    if len(counts) < len(parts) or not all(1 <= count <= _MOST_TOKENS for count in counts):
+        raise click.BadParameter(
+            f"{text!r} is no list of numbers from 1 to {_MOST_TOKENS}, as 1,16,256"
+        )
+    if len(set(counts)) > _MOST_COUNTS:
+        raise click.BadParameter(f"{len(set(counts))} numbers, expected at most {_MOST_COUNTS}")
+    return sorted(set(counts))
+
+
+@click.command("bench")
+@click.argument("what", metavar="PACKAGE|GEOMETRY")
+@click.option(
+    "-m",
+    "--tokens",
+    default=_TOKENS,
+    show_default=True,
+    callback=_token_counts,
+    help="How many tokens a layer is given at once, several separated by commas.",
+)
+@click.option("--device", default="auto", show_default=True, help="A CUDA device's number.")
+@click.option("--json", "json_file", type=LOCATION, help="A file for the report, as JSON.")
+@click.option("--png", type=LOCATION, help="A file for a plot of it.")
+@click.option("--overwrite", is_flag=True, help="Replace these files.")
+def bench_command(
+    what: str,
+    tokens: list[int],
+    device: str,
+    json_file: Path | None,
+    png: Path | None,
+    overwrite: bool,
+) -> None:
+    """Time a layer's experts on this GPU, packed and in bfloat16.
+
+    PACKAGE is a folder or a repository on the Hub, OWNER/NAME[@REVISION]: its layers are loaded,
+    which is timed too. GEOMETRY are sizes without a package, hidden size, intermediate size,
+    experts and experts of a token, as H=2048,I=768,E=128,k=8, or a name for such: fruit, qwen30b,
+    glm, mixtral (a folder of that name is ./glm).
+
+    The packed layer runs by the kernels that moe_forward takes; the same layer decoded to bfloat16
+    by torch's grouped product and by Triton kernels, tuned for each number of tokens. Every output
+    is first compared with the reference. Times are medians of graph replays over more inputs than
+    the L2 cache holds, routing included.
+
+    \b
+    Example:
+      qsrt-pack bench model-qsrt -m 1,16,256 --json bench.json --png bench.png
+    """
+    from qsrt_pack.bench.shapes import parse_shape
+    from qsrt_pack.hub import local_folder
+    from qsrt_pack.output import check_file, placed
+    from qsrt_runtime.format import schema
+
+    try:
+        shape = parse_shape(what)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from None
+    found = one_device(device)
+    if found.type != "cuda":
+        raise click.ClickException("bench times kernels on a CUDA GPU, and there is none to use")
+    from qsrt_pack.bench.machine import machine_of
+    from qsrt_pack.bench.run import bench
+    from qsrt_pack.bench.table import describe
+
+    if png is not None:
+        os.environ.pop("MPLBACKEND", None)  # as report does
+        from qsrt_pack.bench.figure import plot  # brings matplotlib, which may be missing
+    subject = shape or local_folder(SOURCE.convert(what, None, None))
+    files = [file for file in (json_file, png) if file is not None]
+    for file in files:
+        check_file(file, None if shape else subject, overwrite)
+    if json_file is not None and json_file == png:
+        raise click.UsageError("--json and --png name the same file")
+    report = bench(subject, tokens, machine_of(found))
+    click.echo(describe(report))
+    with ExitStack() as stack:
+        if json_file is not None:
+            stack.enter_context(placed(json_file, schema.dump(report)))
+        if png is not None:
+            stack.enter_context(placed(png, plot(report)))

@@ -19,6 +19,7 @@ _log = logging.getLogger("qsrt_pack")
 @click.option("--license", "license_id", help="As apache-2.0 [the package's card's].")
 @click.option("--base-model", help="OWNER/NAME of the original [the package's card's].")
 @click.option("--report", type=LOCATION, help="A file of `eval --json`, for the card.")
+@click.option("--bench", type=LOCATION, help="A file of `bench --json`, for the card.")
 @click.pass_obj
 def push_command(
     show_progress: bool,
@@ -29,6 +30,7 @@ def push_command(
     license_id: str | None,
     base_model: str | None,
     report: Path | None,
+    bench: Path | None,
 ) -> None:
     """Publish a package on the Hub.
 
@@ -50,6 +52,7 @@ def push_command(
         license_id=license_id,
         base_model=base_model,
         report=report,
+        bench=bench,
         show_progress=show_progress,
     )
     _log.info("%s is complete; pin it with --expect and this digest:", repository)

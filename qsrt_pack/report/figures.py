@@ -167,6 +167,33 @@ def plot_bars(bars: dict[str, float], label: str, describe: Callable[[float], st
     return figure
 
 
+def plot_lines(
+    panels: dict[str, dict[str, Sequence[tuple[float, float]]]], label: str, logarithmic: str
+) -> Figure:
+    """A panel by title, in it a line of points by name, over an axis of powers of two.
+
+    label: of that axis.   logarithmic: the panel whose other axis is; those of the rest begin at 0.
+    """
+    with _panels(len(panels), 2.2) as (figure, axes):
+        for ax, (title, lines) in zip(axes, panels.items(), strict=True):
+            for place, (name, points) in enumerate(lines.items()):
+                marks = {"marker": "os^D"[place % 4], "markersize": 4, "linewidth": 1.2}
+                ax.plot(*zip(*points, strict=True), color=_COLOURS[place % 4], label=name, **marks)
+            ax.set_title(title)
+            ax.set_xscale("log", base=2)
+            ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:g}"))
+            if title == logarithmic:
+                ax.set_yscale("log")
+                ax.yaxis.set_minor_formatter(NullFormatter())
+            else:
+                ax.set_ylim(bottom=0)
+            ax.yaxis.set_major_formatter(FuncFormatter(_short))
+        axes[-1].set_xlabel(label)
+        handles, names = axes[0].get_legend_handles_labels()
+        figure.legend(handles, names, loc="outside lower right", ncols=len(names))
+    return figure
+
+
 def plot_histogram(
     edges: Sequence[float], counts: Sequence[int], marks: dict[str, float], label: str
 ) -> Figure:

@@ -20,8 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import bf16_moe
-
+from qsrt_pack.bench import bf16_moe
 from qsrt_runtime import moe_decode as decode
 from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.moe_decode import moe_decode

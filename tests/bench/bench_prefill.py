@@ -17,10 +17,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import bf16_moe
 from bench_decode import DEVICE, SHAPES, baseline_us, graph_us, random_layer, routings, say
-from bf16_prefill import Dense, best_us
 
+from qsrt_pack.bench import bf16_moe
+from qsrt_pack.bench.bf16_prefill import Dense, best_us
 from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.moe_decode import moe_decode
 from qsrt_runtime.moe_kernels import decodes

@@ -23,7 +23,7 @@ from qsrt_pack.validate import validate
 from qsrt_runtime.format import schema
 from qsrt_runtime.format.errors import FormatError
 
-READING = ("validate", "inspect", "decode", "eval", "report")
+READING = ("validate", "inspect", "decode", "eval", "report", "bench")
 COMMANDS = ("calibrate", "convert", *READING, "push", "pull")
 ROOT = Path(__file__).parents[2]
 
@@ -137,6 +137,16 @@ def test_help_loads_no_command() -> None:
         ("eval", "p", "--reference", "r", "--text", "t", "--windows", "0"),
         ("eval", "p", "--reference", "r", "--text", "t", "--device", "0,0"),
         ("eval", "p", "--reference", "r", "--text", "t", "--max-kl", "-1"),
+        ("bench",),
+        ("bench", "H=128"),
+        ("bench", "H=128,I=256,E=4,k=5"),
+        ("bench", "H=100,I=256,E=4,k=2"),
+        ("bench", "fruit", "-m", "0"),
+        ("bench", "fruit", "-m", "1,,2"),
+        ("bench", "fruit", "-m", "65537"),
+        ("bench", "fruit", "-m", 5000 * "1"),
+        ("bench", "fruit", "-m", ",".join(map(str, range(1, 66)))),
+        ("bench", "fruit", "--device", "0,1"),
     ],
 )
 def test_wrong_usage_is_exit_code_2(arguments: tuple[str, ...]) -> None:

@@ -1,0 +1,1 @@
+"""How fast a layer runs on this GPU, packed and in bfloat16."""

@@ -1,0 +1,30 @@
+"""The ways of computing a layer that are measured side by side.
+
+Another one is a class as theirs, added here: tables, plots and reports take what there is.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from qsrt_pack.bench.choice import Way
+from qsrt_pack.bench.dense import TorchGrouped, TritonFused
+from qsrt_pack.bench.layers import DenseLayer
+from qsrt_pack.bench.machine import Machine
+from qsrt_pack.bench.packed import Packed
+from qsrt_runtime.weights import LayerWeights
+
+
+def make_ways(
+    packed: Sequence[LayerWeights], dense: Sequence[DenseLayer], topk: int, machine: Machine
+) -> list[Way]:
+    """Those of packed layers, and those of dense ones where there are any."""
+    found: list[Way] = [Packed(packed, topk)]
+    if dense:
+        found += [
+            TorchGrouped(dense, topk),
+            TritonFused(
+                dense, topk, pdl=machine.capability >= (9, 0) and torch.version.hip is None
+            ),
+        ]
+    return found

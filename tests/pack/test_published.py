@@ -1,0 +1,112 @@
+"""Reports of bench that are published with a package; those of eval: test_hub."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from benched import bench_report
+from click.testing import CliRunner
+from fakehub import FakeHub
+from packages import write_package
+
+from qsrt_pack import job
+from qsrt_pack.cli import main
+from qsrt_pack.encode.expert import Settings
+from qsrt_pack.evaluation import content_sha256
+from qsrt_pack.hub import push
+from qsrt_pack.restore import decode_package
+from qsrt_pack.validate import validate
+from qsrt_runtime.format.errors import FormatError
+from qsrt_runtime.format.geometry import Geometry
+from qsrt_runtime.format.package import open_package
+
+NAME = "me/packed"
+FACTS = {"license_id": "apache-2.0", "base_model": "org/base", "show_progress": False}
+SPEED = """## Speed
+
+Microseconds of a layer's experts on one NVIDIA H200, in bfloat16, by `qsrt-pack bench`. Dense are \
+the same weights decoded; speed is the fastest dense way's time over the packed one's:
+
+| tokens | qsrt, packed | torch, dense | triton, dense | speed of qsrt |
+|---|---|---|---|---|
+| 1 | 30.0 | 90.0 | 24.0 | 0.80 |
+| 4,096 | 800.0 | 1000.0 |  | 1.25 |
+
+"""
+
+
+@pytest.fixture
+def pkg(tmp_path: Path) -> Path:
+    return write_package(tmp_path / "pkg", Geometry(128, 256, 2))
+
+
+def file_of(folder: Path, package: Path, /, **changes: object) -> Path:
+    """A file of bench --json, of that package."""
+    value = bench_report() | {"content_sha256": content_sha256(open_package(package))} | changes
+    (folder / "bench.json").write_text(json.dumps(value))
+    return folder / "bench.json"
+
+
+def test_a_report_is_in_the_card_and_stays(hub: FakeHub, pkg: Path, tmp_path: Path) -> None:
+    file = file_of(tmp_path, pkg)
+    digest = push(pkg, NAME, bench=file, **FACTS)
+    files = hub.repositories[NAME].files()
+    assert SPEED in files["README.md"].decode()
+    assert json.loads(files["qsrt-bench.json"])["package"] == "model-qsrt"
+    assert not any(b"someone" in data for data in files.values())
+    assert validate(pkg, show_progress=False)["seal_sha256"] == digest
+    assert push(pkg, NAME, bench=file, **FACTS) == digest  # the same command again
+    assert push(pkg, NAME, show_progress=False) == digest  # the report stays
+    push(pkg, NAME, bench=file_of(tmp_path, pkg, seconds=9.0), **FACTS)  # measured after a push
+    assert json.loads((pkg / "qsrt-bench.json").read_text())["seconds"] == 9
+
+
+def test_the_command(hub: FakeHub, pkg: Path, tmp_path: Path) -> None:
+    words = ["--license", "mit", "--base-model", "a/b", "--bench", file_of(tmp_path, pkg)]
+    done = CliRunner().invoke(main, ["-q", "push", str(pkg), NAME, *map(str, words)])
+    assert (done.exit_code, done.stderr) == (0, "")
+    assert "## Speed" in (pkg / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"content_sha256": 64 * "1"}, "content_sha256 is 1111.*; measure this package"),
+        ({"content_sha256": None, "package": None}, "content_sha256 is None.*; measure this"),
+        ({"kind": "eval"}, "is a required property|was expected"),
+        ({"schema": "qsrt_report_v2"}, "'qsrt_report_v1' was expected"),
+        ({"rows": []}, r"\$\.rows: \[\] should be non-empty"),
+        ({"rows": 65 * bench_report()["rows"][:1]}, r"\$\.rows: "),
+        ({"ways": bench_report()["ways"][:2]}, "1 tokens have results of .*, not "),
+        ({"ways": 2 * bench_report()["ways"]}, "a way stands twice in"),
+        ({"gpu": bench_report()["gpu"] | {"name": "a | b"}}, "name: .* does not match"),
+        ({"more": 1}, "'more' was unexpected"),
+    ],
+)
+def test_a_report_of_something_else(
+    hub: FakeHub, pkg: Path, tmp_path: Path, changes: dict, message: str
+) -> None:
+    file = file_of(tmp_path, pkg, **changes)
+    with pytest.raises(FormatError, match=message):
+        push(pkg, NAME, bench=file, **FACTS)
+    assert hub.requests == [] and not (pkg / "qsrt-bench.json").exists()
+
+
+def test_reports_are_not_taken_for_each_other(hub: FakeHub, pkg: Path, tmp_path: Path) -> None:
+    file = file_of(tmp_path, pkg)
+    message = re.escape(f"{file} is a report of bench, expected one of eval --json")
+    with pytest.raises(FormatError, match=message):
+        push(pkg, NAME, report=file, **FACTS)
+
+
+def test_the_report_is_not_the_models(
+    hub: FakeHub, clean_checkpoint: Path, clean_package: Path, tmp_path: Path
+) -> None:
+    """decode leaves it behind, and convert knows its package again."""
+    pkg = shutil.copytree(clean_package, tmp_path / "pkg")
+    push(pkg, NAME, bench=file_of(tmp_path, pkg), **FACTS)
+    decode_package(pkg, tmp_path / "dense", show_progress=False)
+    assert not (tmp_path / "dense" / "qsrt-bench.json").exists()
+    job.run(job.prepare(clean_checkpoint, pkg, Settings(search="fast")), show_progress=False)
