@@ -42,6 +42,8 @@ def moe_decode(
     Raises ValueError for shapes, devices, strides or a workspace or out that do not fit, TypeError
     for other dtypes, before any launch.
     """
+    if layer.labels is not None:
+        raise ValueError("moe_decode runs no expanded layer; moe_prefill does")
     check_arguments(x, layer, topk_ids, topk_weights, expert_map)
     check_call(x, layer, topk_ids, topk_weights, expert_map, workspace, out)
     tokens, topk = topk_ids.shape
