@@ -79,13 +79,15 @@ def _check_layer(layer: LayerWeights) -> None:
         raise ValueError(f"the layer holds {layer.slots}, not whole pairs of slots")
     rows = layer.shared_scales.shape[1] if layer.shared_scales.ndim == 3 else 0
     width = layer.atoms.shape[1] if layer.atoms.ndim == 2 else 0
-    width = max(width - width % ALIGNMENT, layer.geometry.bundle_bytes)
+    width = max(width - width % ALIGNMENT, layer.bundle_bytes)
     expected = {
         "atoms": ((len(layer.slots), width), torch.uint8),
         "format_codes": ((experts,), torch.uint8),
         "shared_scales": ((3, experts if rows != 1 else 1, hidden), torch.float16),
         "activations": ((experts,), torch.uint8),
     }
+    if layer.labels is not None:
+        expected["labels"] = ((layer.label_bytes,), torch.uint8)
     for name, (shape, dtype) in expected.items():
         value = getattr(layer, name)
         if value.dtype != dtype:
@@ -104,6 +106,8 @@ def _check_layer(layer: LayerWeights) -> None:
         raise ValueError(f"layer {layer.layer} holds {layer.slots} of {layer.geometry.slots} slots")
     if not layer.atoms.is_contiguous() or layer.atoms.storage_offset() % ALIGNMENT:
         raise ValueError(f"the layer's slab must be contiguous and start at {ALIGNMENT} bytes")
+    if layer.labels is not None and layer.labels.storage_offset() % ALIGNMENT:
+        raise ValueError(f"the layer's labels must start at {ALIGNMENT} bytes")
 
 
 def check_ids(ids: torch.Tensor, count: int, name: str) -> None:

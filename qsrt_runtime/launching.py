@@ -51,7 +51,7 @@ def check_call(
         raise TypeError(f"x is {x.dtype}, expected float16 or bfloat16")
     if x.device.type != "cuda" and not (INTERPRETED and x.device.type == "cpu"):
         raise ValueError(f"x is on {x.device}; the kernels run on CUDA")
-    needed = layer.geometry.experts * layer.geometry.bundle_bytes
+    needed = layer.geometry.experts * layer.bundle_bytes
     if layer.atoms.shape[1] < needed:
         raise ValueError(
             f"the layer's slots have {layer.atoms.shape[1]} bytes, the bundles of all experts "

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from qsrt_runtime import verified
+from qsrt_runtime.expansion import check_expand, expanded
 from qsrt_runtime.format import manifest as manifests
 from qsrt_runtime.format.container import layer_place
 from qsrt_runtime.format.errors import FormatError
@@ -50,7 +51,8 @@ class LoadedPackage:
     the layers' own id of each, -1 for one that is not there; None where all are.
     seal_sha256: the digest that binds every byte of the package.
     verify_s, load_s: seconds for checking the files and for bringing the layers to the device.
-    load_bytes: bytes read for that.
+    load_bytes: bytes read for that.   held_bytes: those that the layers have in memory, which are
+    more where they are expanded.
     """
 
     path: Path
@@ -64,6 +66,7 @@ class LoadedPackage:
     verify_s: float
     load_s: float
     load_bytes: int
+    held_bytes: int
 
 
 def load_package(
@@ -75,6 +78,7 @@ def load_package(
     experts: range | None = None,
     layers: Iterable[int] | None = None,
     verify: str = "once",
+    expand: str | None = None,
 ) -> LoadedPackage:
     """Load the packed experts of a package onto a device, never a dense one.
 
@@ -87,10 +91,14 @@ def load_package(
     verify: "once" reads and checks every file of the package unless that was done before and no
     file changed size, time or inode since; "always" does not remember; "structure" checks the
     documents, the headers and the small sections, and trusts the slabs.
+    expand: None keeps what is stored, about 3 bits a weight; "e4m3" decodes it once to the E4M3
+    labels it stands for, 8 bits a weight and the same values, one layer after another, so that
+    beside what is kept there is room for one packed layer.
     Raises FormatError naming the file and the field that is wrong, ValueError or TypeError for
     arguments, HubError where the Hub does not give the package.
     """
     target = checked_device(device)
+    check_expand(expand)
     package = open_package(local_folder(path))
     wanted = _wanted_layers(package, layers)
     slots = owned_slots(package.geometry, rank, world_size)
@@ -99,16 +107,16 @@ def load_package(
     before = verify_package(package, verify)
     verify_s = time.perf_counter() - start
     start = time.perf_counter()
-    with Staging(target) as staging:
-        loaded = {layer: load_layer(package, layer, staging, slots, experts) for layer in wanted}
+    load = _load_packed if expand is None else _load_expanded
+    loaded, load_bytes = load(package, wanted, target, slots, experts)
     check_unchanged(package, before)
     for number, weights in loaded.items():
-        loaded[number] = replace(
-            weights, traits=traits_of(weights.shared_scales, weights.format_codes)
-        )
+        loaded[number] = _with_traits(weights)
     load_s = time.perf_counter() - start
-    load_bytes = sum(stored_bytes(weights) for weights in loaded.values())
+    held_bytes = sum(stored_bytes(weights) for weights in loaded.values())
     logger.info("%s: %d bytes in %.2f s, checks %.2f s", path, load_bytes, load_s, verify_s)
+    if expand is not None:
+        logger.info("%s: expanded to %d bytes", path, held_bytes)
     return LoadedPackage(
         path=package.path,
         config=package.documents.config,
@@ -121,7 +129,35 @@ def load_package(
         verify_s=verify_s,
         load_s=load_s,
         load_bytes=load_bytes,
+        held_bytes=held_bytes,
     )
+
+
+def _load_packed(
+    package: Package, wanted: list[int], device: torch.device, slots: range, experts: range
+) -> tuple[dict[int, LayerWeights], int]:
+    """The layers as stored, all read at once, and the bytes read."""
+    with Staging(device) as staging:
+        loaded = {layer: load_layer(package, layer, staging, slots, experts) for layer in wanted}
+    return loaded, sum(stored_bytes(weights) for weights in loaded.values())
+
+
+def _load_expanded(
+    package: Package, wanted: list[int], device: torch.device, slots: range, experts: range
+) -> tuple[dict[int, LayerWeights], int]:
+    """The layers expanded, read one after another, and the bytes read."""
+
+    loaded, load_bytes = {}, 0
+    for layer in wanted:
+        packed, size = _load_packed(package, [layer], device, slots, experts)
+        load_bytes += size
+        loaded[layer] = expanded(_with_traits(packed.pop(layer)))
+    return loaded, load_bytes
+
+
+def _with_traits(weights: LayerWeights) -> LayerWeights:
+    """The layer once its sections are there, with what its experts have in common."""
+    return replace(weights, traits=traits_of(weights.shared_scales, weights.format_codes))
 
 
 def verify_package(package: Package, verify: str) -> str:
@@ -295,6 +331,6 @@ def checked_device(device: str | torch.device) -> torch.device:
 
 
 def stored_bytes(weights: LayerWeights) -> int:
-    """Bytes of a layer file that a layer in memory was read from."""
-    parts = (weights.atoms, weights.format_codes, weights.shared_scales)
-    return sum(part.nbytes for part in parts)
+    """Bytes of a layer in memory: of a packed one, those that were read from its file."""
+    parts = (weights.atoms, weights.format_codes, weights.shared_scales, weights.labels)
+    return sum(part.nbytes for part in parts if part is not None)

@@ -42,6 +42,7 @@ def moe_forward(
         layer.format_codes,
         layer.shared_scales,
         layer.activations,
+        layer.labels,
         layer.layer,
         layer.slots.start,
         layer.geometry.intermediate,
@@ -62,6 +63,7 @@ def _moe_forward(
     format_codes: torch.Tensor,
     shared_scales: torch.Tensor,
     activations: torch.Tensor,
+    labels: torch.Tensor | None,
     layer: int,
     first_slot: int,
     intermediate: int,
@@ -74,6 +76,7 @@ def _moe_forward(
         format_codes,
         shared_scales,
         activations,
+        labels,
         layer,
         first_slot,
         intermediate,
@@ -94,7 +97,7 @@ def _(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     expert_map: torch.Tensor | None,
-    *held: torch.Tensor | int | bool,
+    *held: torch.Tensor | int | bool | None,
 ) -> torch.Tensor:
     *layer, _weight_on_input = held
     check_arguments(x, _layer_weights(*layer), topk_ids, topk_weights, expert_map)
@@ -115,6 +118,7 @@ def _layer_weights(
     format_codes: torch.Tensor,
     shared_scales: torch.Tensor,
     activations: torch.Tensor,
+    labels: torch.Tensor | None,
     layer: int,
     first_slot: int,
     intermediate: int,
@@ -130,5 +134,6 @@ def _layer_weights(
         shared_scales=shared_scales,
         atoms=atoms,
         activations=activations,
+        labels=labels,
         traits=Traits(inputs, uniform),
     )

@@ -13,6 +13,7 @@ from qsrt_runtime.ops.fused import fused, is_small, makes_rows
 from qsrt_runtime.ops.fused.product import product
 from qsrt_runtime.ops.fused.product.wide import wide
 from qsrt_runtime.ops.group import group
+from qsrt_runtime.ops.label_gemm import label_gemm
 from qsrt_runtime.ops.prepare import prepare
 from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import FEW_TOKENS, MANY_PLACES, PLACES, Workspace
@@ -42,13 +43,15 @@ def moe_decode(
     Raises ValueError for shapes, devices, strides or a workspace or out that do not fit, TypeError
     for other dtypes, before any launch.
     """
+    if layer.labels is not None and not x.is_cuda:
+        raise ValueError("moe_decode runs expanded layers on CUDA alone; moe_prefill runs them")
     check_arguments(x, layer, topk_ids, topk_weights, expert_map)
     check_call(x, layer, topk_ids, topk_weights, expert_map, workspace, out)
     tokens, topk = topk_ids.shape
     if not tokens or not topk:
         return out.zero_()
     kernels = (layer.geometry, layer.slots, layer.traits, x.dtype, x.device, tokens, topk)
-    kernels += (layer.atoms.shape[1], layer.shared_scales.shape[1])
+    kernels += (layer.atoms.shape[1], layer.shared_scales.shape[1], layer.labels is None)
     kernels += (topk_ids.dtype, topk_weights.dtype, weight_on_input)
     kernels += (None if expert_map is None else expert_map.dtype,)
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
@@ -62,7 +65,7 @@ def places_of(layer: LayerWeights, topk_ids: torch.Tensor) -> int:
     """Routes of a block: MANY_PLACES where experts have MANY_ROWS on average."""
     tokens, topk = topk_ids.shape
     many = tokens > FEW_TOKENS and tokens * topk >= MANY_ROWS * layer.geometry.experts
-    return MANY_PLACES if many and layer.traits.uniform else PLACES
+    return MANY_PLACES if many and layer.traits.uniform and layer.labels is None else PLACES
 
 
 def _launch(
@@ -78,7 +81,7 @@ def _launch(
     tokens, topk = topk_ids.shape
     by_warps, pdl = ways(x.device)
     few = tokens <= FEW_TOKENS
-    if by_warps and few and is_small(layer, topk_ids):
+    if by_warps and few and layer.labels is None and is_small(layer, topk_ids):
         if not makes_rows(layer, tokens):
             prepare(x, layer, topk_ids, expert_map, workspace, pdl)
         fused(x, layer, topk_ids, expert_map, topk_weights, weight_on_input, workspace, out, pdl)
@@ -90,7 +93,9 @@ def _launch(
     up = 0 if layer.traits.inputs == 1 else tokens * topk // divisor  # rows from gate's to up's
     places = places_of(layer, topk_ids)
     gemm = expert_gemm
-    if by_warps:
+    if layer.labels is not None:
+        gemm = label_gemm
+    elif by_warps:
         gemm = product if places == PLACES else wide
     if few:
         prepare(x, *routed, workspace, pdl)

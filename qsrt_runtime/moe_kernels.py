@@ -33,9 +33,9 @@ def moe_forward_kernels(
 ) -> torch.Tensor:
     """As moe_forward_reference, of tokens in any number and layout, float16 or bfloat16.
 
-    By moe_decode up to FEW_TOKENS, or to FEW_ROWS rows of an expert on average; else by
-    moe_prefill.   workspace: the caller's, for calls that it has room for; others have one of their
-    own.
+    By moe_decode up to FEW_TOKENS, and of a layer as stored up to FEW_ROWS rows of an expert on
+    average; else by moe_prefill.   workspace: the caller's, for calls that it has room for; others
+    have one of their own.
     """
     check_arguments(x, layer, topk_ids, topk_weights, expert_map)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -58,6 +58,8 @@ def moe_forward_kernels(
 
 def decodes(layer: LayerWeights, tokens: int, topk: int) -> bool:
     """Whether a call goes by moe_decode."""
+    if layer.labels is not None:
+        return tokens <= FEW_TOKENS and layer.labels.is_cuda
     few = tokens * topk <= FEW_ROWS * layer.geometry.experts and tokens <= MAX_TOKENS
     return tokens <= FEW_TOKENS or few
 
@@ -68,4 +70,5 @@ def _forward_of(
     if decodes(layer, tokens, topk):
         return moe_decode, make_workspace(layer.geometry, topk, tokens, x.dtype, x.device)
     sizes = (layer.geometry, topk, min(tokens, MAX_PREFILL_TOKENS), layer.traits.inputs)
-    return moe_prefill, make_prefill_workspace(*sizes, x.dtype, x.device)
+    options = {} if layer.labels is None else {"scratch_bytes": 0}
+    return moe_prefill, make_prefill_workspace(*sizes, x.dtype, x.device, **options)

@@ -24,7 +24,7 @@ class Traits:
 
 @dataclass(frozen=True)
 class LayerWeights(Slab):
-    """The stored bytes of one layer on a device, and what its experts do between the matrices.
+    """One layer on a device, as stored or expanded, and what experts do between the matrices.
 
     slots: whole pairs; a rank that owns some of them computes its share of the sum over ranks.
     layer, geometry: where only a range of the experts is held, from expert f on, they are those of

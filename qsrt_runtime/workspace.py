@@ -118,7 +118,7 @@ class PrefillWorkspace:
     R = T topk.
     sums: float32, of gate and up, [R, 2 I]; down_sums: the same memory, [R, H], bfloat16 for
     bfloat16 rows, else float32.
-    scratch: uint8, E4M3 labels of as many experts' matrices as it has room for.
+    scratch: uint8, E4M3 labels of as many experts' matrices as it has room for, or of none.
     counts: [2], first_block: [E + 1], cursors: [E], block_experts: [blocks], order: [places], the
     routes by expert; int32, see ops.group.
     multiprocessors: of the device.
@@ -157,7 +157,8 @@ def make_prefill_workspace(
     """Buffers for calls of up to `tokens` tokens, at most MAX_PREFILL_TOKENS, of `topk` routes.
 
     inputs: of the layers' traits.   dtype: of the rows, float16 or bfloat16.
-    scratch_bytes: for labels; one expert's gate and up are held whatever it says.
+    scratch_bytes: for labels; 0 where all layers are expanded, else one expert's gate and up are
+    held whatever it says.
     """
     if not 1 <= tokens <= MAX_PREFILL_TOKENS:
         raise ValueError(f"a workspace is for 1 to {MAX_PREFILL_TOKENS} tokens, not {tokens}")
@@ -165,6 +166,8 @@ def make_prefill_workspace(
         raise ValueError(f"topk is {topk}, expected at least 1")
     routes, hidden, inner = tokens * topk, geometry.hidden, geometry.intermediate
     experts, one = geometry.experts, 2 * geometry.intermediate * geometry.hidden
+    if scratch_bytes:
+        scratch_bytes = max(one, min(scratch_bytes // 16 * 16, one * experts))
     rows = {0: 2 * routes, 1: tokens, 2: 2 * tokens}[inputs]
     places = min(routes * MAX_BLOCK, routes + experts * (MAX_BLOCK - 1))  # for blocks of any size
     narrow = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
@@ -183,7 +186,7 @@ def make_prefill_workspace(
         middle=empty(routes, inner, dtype=dtype),
         sums=sums,
         down_sums=sums.view(narrow),
-        scratch=empty(max(one, min(scratch_bytes // 16 * 16, one * experts)), dtype=torch.uint8),
+        scratch=empty(scratch_bytes, dtype=torch.uint8),
         counts=empty(2),
         first_block=empty(experts + 1),
         cursors=empty(experts),

@@ -15,7 +15,7 @@ from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from qsrt_runtime.format.geometry import Geometry
+from qsrt_runtime.format.geometry import LOCAL_BYTES, Geometry
 from qsrt_runtime.ops.activate.kernel import activate_kernel
 from qsrt_runtime.ops.activate_routes.kernel import activate_routes_kernel
 from qsrt_runtime.ops.activate_routes.warps.kernel import activate_routes_warps_kernel
@@ -53,6 +53,7 @@ INTEGERS = (
 COMMON = {
     "HIDDEN": 1024,
     "BUNDLE": GEOMETRY.bundle_bytes,
+    "LOCAL": GEOMETRY.bundle_bytes - LOCAL_BYTES,
     "SLOT_STRIDE": GEOMETRY.slot_stride(64),
     "PAIRS": 2,
     "SCALE_ROWS": 64,

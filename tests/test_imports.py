@@ -12,6 +12,7 @@ STAGES = ("source", "calibrate", "encode", "assemble")
 FORMAT_LIBRARIES = {"torch", "safetensors", "jsonschema"}
 LAZY = {
     "qsrt_pack.encode.viterbi",
+    "qsrt_runtime.expansion",
     "qsrt_runtime.integrations.vllm",
     "qsrt_runtime.moe",
 }  # --help is quick; triton is not everywhere

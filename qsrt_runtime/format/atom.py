@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qsrt_runtime.format.geometry import ATOM, SLOTS_PER_PAIR, TILE, Geometry
+from qsrt_runtime.format.geometry import ATOM, LOCAL_BYTES, SLOTS_PER_PAIR, TILE, Geometry
 from qsrt_runtime.format.rates import stored_bits
 
 MATRICES = ("w1", "w3", "w2")  # the order inside a bundle
@@ -20,7 +20,8 @@ MATRICES = ("w1", "w3", "w2")  # the order inside a bundle
 class Matrix:
     """One coded matrix [K inputs, N outputs] in stored order.
 
-    records: int16 [8, H/16, 16 * bits] each.   suh: [K] float16.   svh: [N] float16.
+    records: words, int16 [8, H/16, 16 * bits] each, or labels, uint8 [8, H/16, 256].
+    suh: [K] float16.   svh: [N] float16.
     """
 
     records: tuple[torch.Tensor, ...]
@@ -71,13 +72,25 @@ def unpack_expert(
     """
     pairs = range(geometry.pairs) if pairs is None else pairs
     size = geometry.trellis_bytes
-    local = local_scales(bundles)
     records = []
     for i in range(3):
         bits = stored_bits(modes[i == 2], geometry.records)
         low_bits = [bits[2 * pair] for pair in pairs]
         part = bundles[:, size * i : size * (i + 1)]
         records.append(_unpack_trellis(part, low_bits, geometry.hidden_tiles))
+    return assemble(records, local_scales(bundles), shared_scales, modes)
+
+
+def assemble(
+    records: Sequence[tuple[torch.Tensor, ...]],
+    local: torch.Tensor,
+    shared_scales: torch.Tensor,
+    modes: tuple[int, int],
+) -> Expert:
+    """An expert of the records of w1, w3 and w2.
+
+    local: see local_scales.   shared_scales: [3, H] float16.   modes: as unpack_expert's.
+    """
     return Expert(
         w1=Matrix(records[0], shared_scales[0], local[0]),
         w3=Matrix(records[1], shared_scales[1], local[1]),
@@ -90,9 +103,9 @@ def unpack_expert(
 def local_scales(bundles: torch.Tensor) -> torch.Tensor:
     """The vectors on the intermediate side: w1.svh, w3.svh, w2.suh, [3, 256 n] float16.
 
-    bundles: [8 n, bundle bytes] uint8 by logical atom.
+    bundles: [8 n, bundle bytes] uint8 by logical atom, or the last LOCAL_BYTES of each.
     """
-    parts = bundles[:, -3 * 2 * ATOM :].split(2 * ATOM, dim=1)
+    parts = bundles[:, -LOCAL_BYTES:].split(2 * ATOM, dim=1)
     return torch.stack([_unpack_local(part) for part in parts])
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from qsrt_runtime.format import tile
+from qsrt_runtime.format import labels, tile
 from qsrt_runtime.format.atom import Expert, Matrix, record_bits_of
 from qsrt_runtime.format.rotation import rotate, rotate_rows
 
@@ -10,11 +10,15 @@ from qsrt_runtime.format.rotation import rotate, rotate_rows
 def record_tiles(words: torch.Tensor, rate_axis: str) -> torch.Tensor:
     """The decoded tiles of one record as a matrix, before rotations and scales.
 
-    words: [8, H/16, 16 * bits] int16.   rate_axis: the axis of the record's 128 channels.
+    words: [8, H/16, 16 * bits] int16, or labels, [8, H/16, 256] uint8.
+    rate_axis: the axis of the record's 128 channels.
     Returns float32: [H, 128] for "out" (w1, w3), [128, H] for "in" (w2).
     """
     stripes, hidden_tiles, _ = words.shape
-    tiles = tile.values(words.flatten(0, 1), record_bits_of(words))
+    if words.dtype == torch.uint8:
+        tiles = labels.values(words.flatten(0, 1))
+    else:
+        tiles = tile.values(words.flatten(0, 1), record_bits_of(words))
     tiles = tiles.view(stripes, hidden_tiles, 16, 16)
     if rate_axis == "out":
         return tiles.permute(1, 2, 0, 3).reshape(16 * hidden_tiles, 16 * stripes)

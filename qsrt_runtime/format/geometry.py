@@ -8,6 +8,7 @@ TILE = 16  # rows and columns of a tile
 RECORD = 128  # intermediate channels of a record, and the Hadamard block
 ATOM = 32  # intermediate channels of an atom: 16 of a low record, 16 of a high one
 SLOTS_PER_PAIR = 8
+LOCAL_BYTES = 3 * 2 * ATOM  # of one expert in one slot: scales, float16, of three matrices
 ALIGNMENT = 4096
 ROTATION_MULTIPLIER = 5
 # Low and high side of each of three matrices: what the field also calls atoms ("96 an expert").
@@ -81,7 +82,7 @@ class Geometry:
     @property
     def bundle_bytes(self) -> int:
         """Bytes of one expert in one slot: three trellis parts and three local scale parts."""
-        return 3 * (self.trellis_bytes + 2 * ATOM)
+        return 3 * self.trellis_bytes + LOCAL_BYTES
 
     @property
     def profile(self) -> str:

@@ -20,10 +20,11 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qsrt_runtime.arguments import X_DTYPES
+from qsrt_runtime.expansion import check_expand, expanded
 from qsrt_runtime.format import decode
 from qsrt_runtime.format.atom import Expert
 from qsrt_runtime.format.errors import FormatError
-from qsrt_runtime.format.geometry import Geometry, TrueSizes
+from qsrt_runtime.format.geometry import LOCAL_BYTES, Geometry, TrueSizes
 from qsrt_runtime.format.manifest import (
     ACTIVATIONS,
     DENSE_QUANTIZATION,
@@ -53,7 +54,11 @@ logger = logging.getLogger(__name__)
 
 
 class QsrtConfig(QuantizationConfigMixin):
-    """The quantization_config of a package, field by field as config.json has it."""
+    """The quantization_config of a package, field by field as config.json has it.
+
+    One more, `expand`, is the caller's, as load_package's: config.quantization_config["expand"] of
+    the config that from_pretrained is given.
+    """
 
     def __init__(self, **fields: Any) -> None:
         if "qsrt" not in fields:
@@ -72,9 +77,14 @@ class PackedExperts(torch.nn.Module):
     """
 
     def __init__(
-        self, dense: torch.nn.Module, layer: int, geometry: Geometry, true_sizes: TrueSizes
+        self,
+        dense: torch.nn.Module,
+        layer: int,
+        geometry: Geometry,
+        true_sizes: TrueSizes,
+        expand: str | None,
     ) -> None:
-        """dense: the module to stand in for, on the meta device."""
+        """dense: the module to stand in for, on the meta device.   expand: as load_package's."""
         super().__init__()
         self.is_transposed = _shapes(dense) == _stacks(
             geometry.experts, true_sizes, is_transposed=True
@@ -83,14 +93,19 @@ class PackedExperts(torch.nn.Module):
         self.layer, self.geometry, self.true_sizes = layer, geometry, true_sizes
         self.traits = Traits()
         experts = geometry.experts
+        stride = geometry.slot_stride(experts) if expand is None else experts * LOCAL_BYTES
         shapes = {
-            "atoms": ((geometry.slots, geometry.slot_stride(experts)), torch.uint8),
+            "atoms": ((geometry.slots, stride), torch.uint8),
             "format_codes": ((experts,), torch.uint8),
             "scale_bits": ((3, experts, geometry.hidden), torch.int16),
             "activations": ((experts,), torch.uint8),
         }
+        if expand is not None:
+            shapes["labels"] = ((experts * geometry.weights_per_expert,), torch.uint8)
         for name, (shape, dtype) in shapes.items():
             self.register_buffer(name, torch.empty(shape, dtype=dtype, device="meta"))
+        if expand is None:
+            self.register_buffer("labels", None)
 
     def fill(self, package: Package, staging: Staging) -> None:
         """Take the layer's weights as buffers; they have their bytes when the staging ends."""
@@ -98,6 +113,19 @@ class PackedExperts(torch.nn.Module):
         self.atoms, self.format_codes = loaded.atoms, loaded.format_codes
         self.scale_bits = loaded.shared_scales.view(torch.int16)
         self.activations = loaded.activations
+
+    def take_traits(self) -> None:
+        """Look, once they have their bytes, at what the experts have in common."""
+        self.traits = traits_of(self.scale_bits.view(torch.float16), self.format_codes)
+
+    def fill_expanded(self, package: Package) -> None:
+        """Take the layer's weights as buffers, expanded."""
+        device, self.atoms, self.labels = self.atoms.device, None, None  # their memory is free
+        with Staging(device) as staging:
+            self.fill(package, staging)
+        self.take_traits()
+        loaded = expanded(self.weights())
+        self.atoms, self.labels = loaded.atoms, loaded.labels
 
     @property
     def nbytes(self) -> int:
@@ -113,6 +141,7 @@ class PackedExperts(torch.nn.Module):
             shared_scales=self.scale_bits.view(torch.float16),
             atoms=self.atoms,
             activations=self.activations,
+            labels=self.labels,
             traits=self.traits,
             hidden_padding=self.geometry.hidden - self.true_sizes.hidden,
         )
@@ -159,8 +188,10 @@ class QsrtQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.package: Package | None = None
         self.verified = ""
+        self.expand: str | None = getattr(quantization_config, "expand", None)
 
     def validate_environment(self, *_: Any, **__: Any) -> None:
+        check_expand(self.expand)
         kept = getattr(self.quantization_config, DENSE_QUANTIZATION, None)
         if kept is not None:
             raise ValueError(
@@ -192,7 +223,7 @@ class QsrtQuantizer(HfQuantizer):
             raise ValueError("a package is loaded from its folder or repository, not a state_dict")
         package = open_package(_package_folder(model, Path(checkpoint_files[0])))
         self.package, self.verified = package, verify_package(package, "once")
-        _replace_experts(model, package)
+        _replace_experts(model, package, self.expand)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
         devices = {str(device) for device in getattr(model, "hf_device_map", {}).values()}
@@ -205,12 +236,16 @@ class QsrtQuantizer(HfQuantizer):
         for device in {m.atoms.device for m in packed}:
             if device.type not in ("cpu", "cuda"):
                 raise ValueError(f"packed experts run on cpu and cuda, not on {device}")
+            there = [module for module in packed if module.atoms.device == device]
+            if self.expand is not None:
+                for module in there:
+                    module.fill_expanded(self.package)
+                continue
             with Staging(device) as staging:
-                for module in packed:
-                    if module.atoms.device == device:
-                        module.fill(self.package, staging)
+                for module in there:
+                    module.fill(self.package, staging)
         for module in packed:
-            module.traits = traits_of(module.weights().shared_scales, module.format_codes)
+            module.take_traits()
         check_unchanged(self.package, self.verified)
         size, seconds = sum(m.nbytes for m in packed), time.perf_counter() - start
         logger.info("%s: %d bytes of experts in %.2f s", self.package.path, size, seconds)
@@ -279,7 +314,7 @@ def _package_folder(model: PreTrainedModel, shard: Path) -> Path:
     return sealed_snapshot(name, snapshot.name, snapshot.parents[2])
 
 
-def _replace_experts(model: PreTrainedModel, package: Package) -> None:
+def _replace_experts(model: PreTrainedModel, package: Package, expand: str | None) -> None:
     """Put PackedExperts where the package's layers have their experts."""
     replaced: set[int] = set()
     buffers: set[str] = set()
@@ -291,7 +326,7 @@ def _replace_experts(model: PreTrainedModel, package: Package) -> None:
         _check_plain(name, module, package.geometry.experts, package.true_sizes)
         by_row = [*inspect.signature(module.forward).parameters] == ["hidden_states"]
         kind = PackedExpertsByRow if by_row else PackedExperts
-        packed = kind(module, int(match[1]), *sizes)
+        packed = kind(module, int(match[1]), *sizes, expand)
         model.set_submodule(name, packed)
         replaced.add(int(match[1]))
         buffers |= {re.escape(f"{name}.{key}") for key, _ in packed.named_buffers()}

@@ -249,15 +249,15 @@ def decode(
 @triton.jit
 def middle_scales(
     slab, activations, expert, pair,
-    HIDDEN: tl.constexpr, BUNDLE: tl.constexpr, SLOT_STRIDE: tl.constexpr,
+    LOCAL: tl.constexpr, BUNDLE: tl.constexpr, SLOT_STRIDE: tl.constexpr,
 ):  # fmt: skip
     """Of a pair of an expert: svh of gate and up, suh of down, [256] each; whether it is SiTU.
 
-    The channels are of the low record, then of the high one.
+    The channels are of the low record, then of the high one.   LOCAL: where in a bundle they begin.
     """
     channel = tl.arange(0, 256)
     side, slot, inside = channel // 128, channel // 16 % 8, channel % 16
-    local = slab + (pair * 8 + slot).to(tl.int64) * SLOT_STRIDE + expert * BUNDLE + 36 * HIDDEN
+    local = slab + (pair * 8 + slot).to(tl.int64) * SLOT_STRIDE + expert * BUNDLE + LOCAL
     local = local.to(tl.pointer_type(tl.float16)) + side * 16 + inside
     gate_scale = tl.load(local).to(tl.float32)
     up_scale = tl.load(local + 32).to(tl.float32)

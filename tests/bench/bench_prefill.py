@@ -87,21 +87,23 @@ def parts_us(layer: LayerWeights, topk: int, workspace: PrefillWorkspace, inputs
     up = 0 if layer.traits.inputs == 1 else len(x)
     some = len(workspace.scratch) // (2 * layer.geometry.intermediate * layer.geometry.hidden)
     experts = range(min(some, layer.geometry.experts))
+    labels = workspace.scratch
+    buffers = (workspace.first_block, labels)
     moe_prefill(x, layer, ids, weights, workspace, out)
     calls = {
         "group": lambda: group(x, layer, ids, None, workspace, block, True, False),
         f"expand gate, up of {len(experts)}": lambda: expand(
-            layer, experts, workspace, down=False, by_warps=True
+            layer, experts, *buffers, down=False, by_warps=True
         ),
         "gate, up": lambda: grouped_gemm(
-            workspace.rotated, layer, experts, workspace, topk, up, block, down=False
+            workspace.rotated, layer, experts, labels, workspace, topk, up, block, down=False
         ),
         "activate": lambda: activate_routes(
             layer, ids, None, None, workspace, by_warps=True, beside=False
         ),
-        "expand down": lambda: expand(layer, experts, workspace, down=True, by_warps=True),
+        "expand down": lambda: expand(layer, experts, *buffers, down=True, by_warps=True),
         "down": lambda: grouped_gemm(
-            workspace.middle, layer, experts, workspace, 1, 0, block, down=True
+            workspace.middle, layer, experts, labels, workspace, 1, 0, block, down=True
         ),
         "combine": lambda: combine_routes(layer, ids, None, weights, workspace, out, True),
     }

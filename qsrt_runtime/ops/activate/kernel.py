@@ -33,6 +33,7 @@ def activate_kernel(
     num_experts,
     HIDDEN: tl.constexpr,
     BUNDLE: tl.constexpr,
+    LOCAL: tl.constexpr,
     SLOT_STRIDE: tl.constexpr,
     PAIRS: tl.constexpr,
     TOPK: tl.constexpr,
@@ -64,7 +65,7 @@ def activate_kernel(
     expert = tl.maximum(expert, 0).to(tl.int64)
     channel = tl.arange(0, 256)
     gate_scale, up_scale, down_scale, is_situ = middle_scales(
-        slab, activations, expert, pair, HIDDEN, BUNDLE, SLOT_STRIDE
+        slab, activations, expert, pair, LOCAL, BUNDLE, SLOT_STRIDE
     )
     if WEIGH:
         weight = tl.load(weights + route).to(tl.float32)

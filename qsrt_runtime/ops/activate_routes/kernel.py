@@ -20,8 +20,8 @@ def activate_routes_kernel(
     out,
     num_ids,
     num_experts,
-    HIDDEN: tl.constexpr,
     BUNDLE: tl.constexpr,
+    LOCAL: tl.constexpr,
     SLOT_STRIDE: tl.constexpr,
     PAIRS: tl.constexpr,
     BETA: tl.constexpr,
@@ -39,7 +39,7 @@ def activate_routes_kernel(
     if expert < 0:
         return
     gate_scale, up_scale, down_scale, is_situ = middle_scales(
-        slab, activations, expert.to(tl.int64), pair, HIDDEN, BUNDLE, SLOT_STRIDE
+        slab, activations, expert.to(tl.int64), pair, LOCAL, BUNDLE, SLOT_STRIDE
     )
     if WEIGH:
         weight = tl.load(weights + route).to(tl.float32)

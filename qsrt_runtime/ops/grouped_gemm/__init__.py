@@ -25,6 +25,7 @@ def grouped_gemm(
     rows: torch.Tensor,
     layer: LayerWeights,
     experts: range,
+    labels: torch.Tensor,
     workspace: PrefillWorkspace,
     divisor: int,
     matrix_rows: int,
@@ -35,13 +36,14 @@ def grouped_gemm(
     """Sums of gate and up, or of down, of the routes of a range of experts, to the workspace.
 
     rows: [n, H] or [n, I held], in word order; route r's row is r // divisor, and for
-    up matrix_rows further.   The scratch holds the experts' matrices.   block: routes of a block.
+    up matrix_rows further.   labels: the experts' matrices, as expand has them.
+    block: routes of a block.
     """
     hidden, held = layer.geometry.hidden, 32 * len(layer.slots)
     width, warps, stages, programs = tiles(block)
     grouped_gemm_kernel[(programs * workspace.multiprocessors,)](
         rows,
-        workspace.scratch.view(torch.int32),
+        labels.view(torch.int32),
         workspace.first_block,
         workspace.block_experts,
         workspace.order,

@@ -68,6 +68,32 @@ def test_loads_whole(clean_package, dense_logits):
     assert not model.training
 
 
+def expanding(path, expand="e4m3"):
+    config = AutoConfig.from_pretrained(path)
+    config.quantization_config["expand"] = expand
+    return config
+
+
+def test_loads_expanded(clean_package, dense_logits, tmp_path):
+    packed = load(clean_package)
+    model, info = load(clean_package, config=expanding(clean_package), output_loading_info=True)
+    assert {key: names for key, names in info.items() if names} == {}
+    assert torch.equal(logits(model), logits(packed))
+    for found, plain in zip(model.modules(), packed.modules(), strict=True):
+        if isinstance(found, PackedExperts):
+            experts, weights = 4, 3 * 128 * 256
+            assert plain.labels is None and "labels" not in plain.state_dict()
+            assert found.labels.nbytes == experts * weights
+            assert found.atoms.nbytes == 8 * experts * 192  # no words
+            assert found.traits == plain.traits
+    assert close(logits(model.dequantize()), dense_logits)
+
+
+def test_other_expansions_are_refused(clean_package):
+    with pytest.raises(ValueError, match="expand is 'fp8', expected None or one of"):
+        load(clean_package, config=expanding(clean_package, "fp8"))
+
+
 def test_loads_mixtral(mixtral, tmp_path):
     model, info = load(mixtral[1], output_loading_info=True)
     assert {key: names for key, names in info.items() if names} == {}

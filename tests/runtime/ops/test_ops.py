@@ -130,7 +130,8 @@ def test_expanded_matrices(name, dtype):
     for down in (False, True):
         workspace.scratch.fill_(0x7F)
         for by_warps in {False, ways(device)[0]}:
-            expand(layer, range(3), workspace, down=down, by_warps=by_warps)
+            buffers = (workspace.first_block, workspace.scratch)
+            expand(layer, range(3), *buffers, down=down, by_warps=by_warps)
             found = workspace.scratch[: (1 if down else 2) * 3 * 512 * 256]
             found = found.view(torch.float8_e4m3fn).view(3, -1, 8 if down else 4, 8, 64)
             found = natural(found.transpose(2, 3).flatten(3).flatten(1, 2))

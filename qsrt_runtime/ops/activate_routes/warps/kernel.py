@@ -26,8 +26,8 @@ def activate_routes_warps_kernel(
     out,
     num_ids,
     num_experts,
-    HIDDEN: tl.constexpr,
     BUNDLE: tl.constexpr,
+    LOCAL: tl.constexpr,
     SLOT_STRIDE: tl.constexpr,
     PAIRS: tl.constexpr,
     BETA: tl.constexpr,
@@ -60,7 +60,7 @@ def activate_routes_warps_kernel(
     if expert < 0:
         return
     turned = turn(lane)  # its four channels, once rotated, are 4 turned on
-    local = slab + expert.to(tl.int64) * BUNDLE + 36 * HIDDEN
+    local = slab + expert.to(tl.int64) * BUNDLE + LOCAL
     local += (pair * 8 + (turned >> 2)).to(tl.int64) * SLOT_STRIDE
     scales = local.to(tl.pointer_type(tl.float16)) + side * 16 + (turned & 3) * 4
     s0, s1, s2, s3 = load_four(scales, there)

@@ -9,24 +9,31 @@ from qsrt_runtime.ops.expand.warps.kernel import expand_warps_kernel
 from qsrt_runtime.ops.launch import labels
 from qsrt_runtime.ops.warps import check_shared
 from qsrt_runtime.weights import LayerWeights
-from qsrt_runtime.workspace import COLUMNS, PrefillWorkspace
+from qsrt_runtime.workspace import COLUMNS
 
 SHARED_BYTES = 65536  # of the labels of 3 bits
 ARITHMETIC = 4  # of a lane's 16 pairs
 
 
 def expand_warps(
-    layer: LayerWeights, experts: range, workspace: PrefillWorkspace, *, down: bool, beside: bool
+    layer: LayerWeights,
+    experts: range,
+    first_block: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    down: bool,
+    beside: bool,
 ) -> None:
     """As expand, on GPUs whose multiprocessors have 227 KB to share."""
     geometry, pairs = layer.geometry, len(layer.slots) // 8
     rows = geometry.hidden if down else COLUMNS * pairs
-    compiled = expand_warps_kernel[(workspace.multiprocessors,)](
+    device = torch.cuda.get_device_properties(layer.atoms.device)
+    compiled = expand_warps_kernel[(device.multi_processor_count,)](
         layer.atoms.view(torch.int32),
         labels(torch.float8_e4m3fn, layer.atoms.device).view(torch.uint8),
         layer.format_codes,
-        workspace.first_block,
-        workspace.scratch,
+        first_block,
+        out,
         layer.layer,
         layer.slots.start // 8,
         experts.start,
