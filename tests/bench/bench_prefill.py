@@ -1,10 +1,11 @@
 """Any number of tokens: the kernels against the best bfloat16 layers of the same shape, in one run.
 
     python tests/bench/bench_prefill.py [--shapes fruit,qwen30b,glm,mixtral]
-                                        [--tokens 1,2,4,8,16,32,...,4096] [--parts]
+                                        [--tokens 1,2,4,8,16,32,...,4096]
+                                        [--expanded] [--parts]
 
 As bench_decode, whose layers, routings and figures these are, as is the bfloat16 layer for up to 16
-tokens. --parts: each launch of moe_prefill by itself.
+tokens. --expanded: layers expanded to E4M3. --parts: each launch of moe_prefill by itself.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from bench_decode import DEVICE, SHAPES, baseline_us, graph_us, random_layer, ro
 
 from qsrt_pack.bench import bf16_moe
 from qsrt_pack.bench.bf16_prefill import Dense, best_us
+from qsrt_runtime.expansion import expanded
 from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.moe_decode import moe_decode
 from qsrt_runtime.moe_kernels import decodes
@@ -33,6 +35,7 @@ from qsrt_runtime.ops.group import group
 from qsrt_runtime.ops.grouped_gemm import grouped_gemm
 from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import (
+    SCRATCH_BYTES,
     PrefillWorkspace,
     Workspace,
     make_prefill_workspace,
@@ -54,8 +57,9 @@ def forward_of(
     sizes = (layer.geometry, topk, tokens)
     if decodes(layer, tokens, topk):
         return moe_decode, make_workspace(*sizes, torch.bfloat16, DEVICE)
-    inputs = layer.traits.inputs
-    return moe_prefill, make_prefill_workspace(*sizes, inputs, torch.bfloat16, DEVICE)
+    sizes += (layer.traits.inputs, torch.bfloat16, DEVICE)
+    scratch = SCRATCH_BYTES if layer.labels is None else 0
+    return moe_prefill, make_prefill_workspace(*sizes, scratch_bytes=scratch)
 
 
 def check(
@@ -120,9 +124,11 @@ def _run(
     forward(x, layer, ids, weights, workspace, out)
 
 
-def bench(name: str, tokens: list[int], parts: bool) -> None:
+def bench(name: str, tokens: list[int], is_expanded: bool, parts: bool) -> None:
     hidden, intermediate, experts, topk = SHAPES[name]
     layer = random_layer(Geometry(hidden, intermediate, experts))
+    if is_expanded:
+        layer = expanded(layer)
     tensors = bf16_moe.make_weights(name)
     for count in tokens:
         forward, workspace = forward_of(layer, count, topk)
@@ -148,10 +154,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--tokens", default=",".join(str(1 << power) for power in range(13)))
+    parser.add_argument("--expanded", action="store_true")
     parser.add_argument("--parts", action="store_true")
     arguments = parser.parse_args()
     for name in arguments.shapes.split(","):
-        bench(name, [int(count) for count in arguments.tokens.split(",")], arguments.parts)
+        bench(
+            name,
+            [int(count) for count in arguments.tokens.split(",")],
+            arguments.expanded,
+            arguments.parts,
+        )
 
 
 if __name__ == "__main__":
