@@ -94,7 +94,7 @@ def test_the_same_experts(geometry, codes, slots):
     ("geometry", "codes", "slots"),
     [
         (Geometry(128, 512, 3), [0x00, 0x11, 0x10], None),
-        (Geometry(640, 768, 2), [0x11, 0x01], range(8, 24)),
+        (Geometry(384, 768, 2), [0x11, 0x01], range(8, 24)),
     ],
 )
 def test_kernels_make_the_same_labels(name, geometry, codes, slots):
@@ -115,12 +115,12 @@ def run(x, layer, ids, weights, **options):
 
 
 @pytest.mark.parametrize(("name", "dtype"), DEVICES)
-@pytest.mark.parametrize("tokens", [1, 19])
+@pytest.mark.parametrize("tokens", [1, 11])
 @pytest.mark.parametrize(
     ("geometry", "codes", "slots", "sides"),
     [
         (SMALL, None, None, "one"),
-        (Geometry(256, 512, 3), [0x00, 0x11, 0x10], None, "expert"),
+        (Geometry(128, 512, 3), [0x00, 0x11, 0x10], None, "expert"),
         (Geometry(128, 768, 2), [0x11, 0x01], range(8, 24), "two"),
     ],
     ids=["small", "rates", "rank"],
@@ -163,7 +163,11 @@ def test_any_number_and_layout_of_rows(name, dtype, tokens):  # RT-3a, RT-7a
     x, ids, weights = inputs(layer, 3, 2, dtype)
     x, ids, weights = x[:tokens], ids[:tokens], weights[:tokens]
     wide = torch.cat([x, x], 1)[:, : SMALL.hidden]
-    assert torch.equal(moe_forward_kernels(wide, layer, ids, weights), run(x, layer, ids, weights))
+    found = moe_forward_kernels(wide, layer, ids, weights)
+    assert (found.shape, found.dtype, found.device) == (x.shape, x.dtype, x.device)
+    assert torch.equal(found, moe_forward_kernels(x, layer, ids, weights))
+    if tokens:
+        assert error(found, moe_forward_reference(x.float(), layer, ids, weights)) < BOUND[dtype]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="it does on CUDA")
