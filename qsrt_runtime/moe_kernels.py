@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 
 from qsrt_runtime.arguments import check_arguments
-from qsrt_runtime.moe_decode import moe_decode
+from qsrt_runtime.moe_decode import MANY_ROWS, moe_decode
 from qsrt_runtime.moe_prefill import moe_prefill
 from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import (
@@ -18,7 +18,9 @@ from qsrt_runtime.workspace import (
     make_workspace,
 )
 
-FEW_ROWS = 20  # of an expert on average, up to which decoding without a pass to memory is quicker
+# Rows of an expert on average, up to which decoding without a pass to memory is quicker on an H200,
+# see tests/bench/results/prefill_h200.txt.
+FEW_ROWS = 20
 
 
 def moe_forward_kernels(
@@ -34,8 +36,8 @@ def moe_forward_kernels(
     """As moe_forward_reference, of tokens in any number and layout, float16 or bfloat16.
 
     By moe_decode up to FEW_TOKENS, and of a layer as stored up to FEW_ROWS rows of an expert on
-    average; else by moe_prefill.   workspace: the caller's, for calls that it has room for; others
-    have one of their own.
+    average; else by moe_prefill.   workspace: the caller's; calls that it has room for go by
+    moe_decode, others have one of their own.
     """
     check_arguments(x, layer, topk_ids, topk_weights, expert_map)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -43,7 +45,7 @@ def moe_forward_kernels(
     if not tokens or not topk:
         return out.zero_()
     forward = moe_decode
-    if workspace is None or tokens > workspace.tokens:
+    if workspace is None or tokens > workspace.tokens or topk > workspace.topk:
         forward, workspace = _forward_of(layer, tokens, topk, x)
     options = {"expert_map": expert_map, "weight_on_input": weight_on_input}
     if expert_map is not None:
@@ -60,7 +62,8 @@ def decodes(layer: LayerWeights, tokens: int, topk: int) -> bool:
     """Whether a call goes by moe_decode."""
     if layer.labels is not None:
         return tokens <= FEW_TOKENS and layer.labels.is_cuda
-    few = tokens * topk <= FEW_ROWS * layer.geometry.experts and tokens <= MAX_TOKENS
+    rows = FEW_ROWS if layer.traits.uniform else MANY_ROWS  # others have no blocks of 32 places
+    few = tokens * topk <= rows * layer.geometry.experts and tokens <= MAX_TOKENS
     return tokens <= FEW_TOKENS or few
 
 

@@ -31,6 +31,7 @@ from qsrt_runtime.ops.fused.product import ptx
 from qsrt_runtime.ops.fused.product.kernel import product_kernel
 from qsrt_runtime.ops.fused.product.wide.kernel import wide_kernel
 from qsrt_runtime.ops.group.kernel import group_kernel
+from qsrt_runtime.ops.grouped_gemm import tiles
 from qsrt_runtime.ops.grouped_gemm.kernel import grouped_gemm_kernel
 from qsrt_runtime.ops.grouped_gemm.ptx import convert
 from qsrt_runtime.ops.label_gemm import ptx as labels_ptx
@@ -95,6 +96,16 @@ KERNELS = {
         {"labels": "*u8", "out": "*u8"},
         4,
     ),
+    "expand_warps_uniform": (
+        expand_warps_kernel,
+        {
+            **{"ROWS": 1024, "TILES": 2, "STEPS": 16, "DOWN": False, "UNIFORM": True},
+            "GROUP": group(4),
+            "BESIDE": True,
+        },
+        {"labels": "*u8", "out": "*u8"},
+        32,
+    ),
     "expand_warps": (
         expand_warps_kernel,
         {
@@ -105,16 +116,19 @@ KERNELS = {
         {"labels": "*u8", "out": "*u8"},
         32,
     ),
-    "grouped_gemm": (
-        grouped_gemm_kernel,
-        {
-            **{"ROWS": 1024, "DEPTH": 1024, "DIVISOR": 8, "DOWN": False, "BLOCK": 128},
-            **{"WIDTH": 256, "GROUP": 8, "STAGES": 4},
-            **{f"CONVERT{i}": convert(i, torch.bfloat16) for i in range(4)},
-        },
-        {"out": "*bf16", "weights": "*i32"},
-        8,
-    ),
+    **{
+        f"grouped_gemm_{block}": (
+            grouped_gemm_kernel,
+            {
+                **{"ROWS": 1024, "DEPTH": 1024, "DIVISOR": 8, "DOWN": False, "BLOCK": block},
+                **{"WIDTH": tiles(block, False)[0], "STAGES": tiles(block, False)[2], "GROUP": 8},
+                **{f"CONVERT{i}": convert(i, torch.bfloat16) for i in range(4)},
+            },
+            {"out": "*fp32", "weights": "*i32"},
+            tiles(block, False)[1],
+        )
+        for block in (16, 32, 64, 128)
+    },
     "activate_routes": (
         activate_routes_kernel,
         {"BETA": 4.0, "LINEAR_BETA": 25.0},
@@ -180,6 +194,8 @@ KERNELS = {
     ),
 }
 
+SM_90 = ("product", "wide", "fused", "expand_warps", "expand_warps_uniform")
+
 
 def compiled(name: str, capability: int) -> dict[str, object]:
     """Shared memory, registers' spills and stores to shared memory of one kernel."""
@@ -213,7 +229,5 @@ def compiled(name: str, capability: int) -> dict[str, object]:
 
 if __name__ == "__main__":
     for name in KERNELS:
-        for capability in (
-            (90,) if name in ("product", "wide", "fused", "expand_warps") else (80, 90)
-        ):
+        for capability in (90,) if name in SM_90 else (80, 90):
             sys.stdout.write(json.dumps(compiled(name, capability)) + "\n")

@@ -9,8 +9,10 @@ import pytest
 
 SHARED = {80: 101_376, 90: 232_448}  # bytes; for 80 what sm_86 has, the least of all
 
-ANY_GPU = ["prepare", "activate", "combine", "plain", "group", "expand", "grouped_gemm"]
-ANY_GPU += ["activate_routes", "combine_routes"]
+ANY_GPU = ["prepare", "activate", "combine", "plain", "group", "expand"]
+ANY_GPU += [f"grouped_gemm_{block}" for block in (16, 32, 64, 128)]
+ANY_GPU += ["activate_routes", "combine_routes", "group_warps"]
+ANY_GPU += ["activate_routes_warps", "combine_routes_warps"]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +38,13 @@ def test_fits_the_gpu(compiled, kernel, capability):
 
 @pytest.mark.parametrize(
     ("kernel", "labels", "own"),
-    [("product", 131072, 0), ("fused", 131072, 1), ("expand_warps", 65536, 0)],
+    [
+        ("product", 131072, 0),
+        ("wide", 131072, 0),
+        ("fused", 131072, 1),
+        ("expand_warps", 65536, 0),
+        ("expand_warps_uniform", 65536, 0),
+    ],
 )
 def test_labels_have_shared_memory_to_themselves(compiled, kernel, labels, own):
     """They are put there behind Triton's back: nothing else may be stored there."""
