@@ -95,8 +95,8 @@ def test_any_number_of_tokens(name, dtype, tokens):
     check(*inputs_of(layer, tokens, dtype))
 
 
-def inputs_of(layer, tokens, dtype):
-    x, ids, weights = inputs(layer, tokens, 3, dtype)
+def inputs_of(layer, tokens, dtype, topk=3):
+    x, ids, weights = inputs(layer, tokens, topk, dtype)
     return x, layer, ids, weights
 
 
@@ -351,6 +351,109 @@ def test_workspaces_are_the_same_whatever_the_default_type_is():
     finally:
         torch.set_default_dtype(torch.float32)
     assert workspace.partial.dtype == torch.float32
+
+
+def check_a8(x, layer, ids, weights, **options):
+    """Against the reference with quantized rows, and without."""
+    found = run(x, layer, ids, weights, activation="a8", **options)
+    options.pop("workspace", None)
+    arguments = (x.float(), layer, ids, weights)
+    assert error(found, moe_forward_reference(*arguments, activation="a8", **options)) < 3e-3
+    assert 1e-2 < error(found, moe_forward_reference(*arguments, **options)) < 6.5e-2
+    return found
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+@pytest.mark.parametrize("sides", ["one", "two", "expert"])
+@pytest.mark.parametrize(
+    ("geometry", "codes"),
+    [(SMALL, None), (Geometry(640, 768, 2), [0x11, 0x02])],
+    ids=["small", "wide"],
+)
+def test_quantized_rows_are_the_reference(name, dtype, sides, geometry, codes):
+    layer = random_layer(geometry, place(name), codes=codes, sides=sides)
+    check_a8(*inputs_of(layer, 3, dtype, 2))
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+@pytest.mark.parametrize("tokens", [1, 2, 16])
+def test_quantized_rows_of_any_number_of_tokens(name, dtype, tokens):
+    layer = random_layer(SMALL, place(name))
+    x, _, ids, weights = inputs_of(layer, tokens, dtype)
+    found = check_a8(x, layer, ids, weights)
+    assert torch.equal(found, run(x, layer, ids, weights, activation="a8"))  # RT-9a
+    check_a8(x, layer, ids, 4 * weights, weight_on_input=True)  # RT-8b
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+def test_quantized_rows_without_an_expert(name, dtype):  # RT-1a, RT-1b, RT-1c, RT-3a, RT-3b
+    layer = random_layer(SMALL, place(name))
+    x, ids, weights = inputs(layer, 4, 3, dtype)
+    ids[1, 2], ids[3] = -1, -1
+    weights[1, 2], weights[3] = float("nan"), float("nan")
+    found = run(x, layer, ids, weights, activation="a8")
+    assert not found[3].any()
+    kept = run(x[:3], layer, ids[:3], weights[:3], activation="a8")
+    assert torch.equal(found[:3], kept)
+    assert not run(x, layer, torch.full_like(ids, -1), weights, activation="a8").any()
+    everywhere = torch.tensor([-1, 4, 2, -1, 0, 1, 3], device=ids.device)
+    places = torch.tensor([[1, 3, 0], [6, 2, 4], [5, 4, 2], [0, 0, 3]], device=ids.device)
+    options = {"activation": "a8", "expert_map": everywhere}
+    weights = weights.nan_to_num(0.5)
+    mapped = run(x, layer, places, weights, **options)
+    assert torch.equal(mapped, run(x, layer, everywhere[places], weights, activation="a8"))
+    check_a8(x, layer, torch.full_like(ids, 3), weights)
+    assert run(x[:0], layer, ids[:0], weights[:0], activation="a8").shape == (0, 128)
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+def test_quantized_zeros_and_small_blocks(name, dtype):  # RT-10
+    layer = random_layer(SMALL, place(name), sides="two")
+    x, ids, weights = inputs(layer, 4, 2, dtype)
+    x[0], x[1] = 0, -0.0
+    x[2, 1:] = 0
+    x[3] *= 2.0**-14
+    found = run(x, layer, ids, weights, activation="a8")
+    assert not found[:2].any()
+    expected = moe_forward_reference(x.float(), layer, ids, weights, activation="a8")
+    assert error(found[2:3], expected[2:3]) < 3e-3
+    assert torch.allclose(found[3].float(), expected[3], rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+def test_ranks_of_quantized_rows_add_up(name, dtype):  # RT-11a
+    geometry, device = Geometry(128, 768, 3), place(name)
+    whole = random_layer(geometry, device, codes=[0x11, 0, 0x02])
+    x, ids, weights = inputs(whole, 2, 2, dtype)
+    shares = [range(0, 16), range(16, 24)]
+    layers = [random_layer(geometry, device, codes=[0x11, 0, 0x02], slots=s) for s in shares]
+    total = sum(run(x, layer, ids, weights, activation="a8").float() for layer in layers)
+    expected = moe_forward_reference(x.float(), whole, ids, weights, activation="a8")
+    assert error(total, expected) < 3e-3
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+def test_a_workspace_serves_both(name, dtype):
+    layer = random_layer(SMALL, place(name))
+    x, ids, weights = inputs(layer, 2, 2, dtype)
+    workspace = poisoned(layer, 2, dtype)
+    for activation in ("a16", "a8", "a16", "auto", "a8"):
+        options = {"activation": activation}
+        expected = run(x, layer, ids, weights, **options)
+        assert torch.equal(run(x, layer, ids, weights, workspace, **options), expected)
+        given = moe_forward_kernels(x, layer, ids, weights, workspace=workspace, **options)
+        assert torch.equal(given, expected)
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+def test_quantized_rows_of_many_tokens_are_refused(name, dtype):
+    layer = random_layer(SMALL, place(name))
+    arguments = inputs_of(layer, 17, dtype)
+    for forward in (run, moe_forward_kernels, moe_forward):
+        with pytest.raises(ValueError, match="'a8' takes up to 16 tokens, x has 17"):
+            forward(*arguments, activation="a8")
+        with pytest.raises(ValueError, match="activation is 'w8', expected 'a16', 'a8' or 'auto'"):
+            forward(*arguments, activation="w8")
 
 
 def on_gpu(geometry=SMALL, **options):
