@@ -15,6 +15,8 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 _MASK = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(0xFFFF)
+_KINDS = {"e4m3": torch.float8_e4m3fn, "f16": torch.float16, "bf16": torch.bfloat16}
 _TYPES = {"r": np.uint32, "f": np.float32, "l": np.uint64}
 
 
@@ -26,10 +28,10 @@ def bits(value):
     return np.asarray(value, np.float32).view(np.uint32).astype(np.uint64)
 
 
-def e4m3(value):
-    """Bytes [...] as float32."""
-    found = torch.from_numpy(np.ascontiguousarray(value, np.uint8))
-    return found.view(torch.float8_e4m3fn).float().numpy()
+def numbers(words, kind):
+    """Words [...] of packed numbers as float32 [..., numbers in a word]."""
+    raw = np.ascontiguousarray(words.astype(np.uint32)).view(np.uint8).reshape(*words.shape, 4)
+    return torch.from_numpy(raw).view(kind).float().numpy()
 
 
 @cache
@@ -76,6 +78,9 @@ class Machine:
         def read(name):
             if name in registers:
                 return registers[name]
+            if name.startswith("{"):
+                low, high = map(read, name[1:-1].split(","))
+                return low | high << np.uint64(16)
             if name.startswith("0f"):
                 return np.full(1024, int(name[2:], 16), np.uint64)
             return np.full(1024, int(name, 0) & 0xFFFFFFFF, np.uint64)
@@ -87,8 +92,13 @@ class Machine:
             self.move(registers, operation, operands, read, predicate)
         else:
             assert predicate is None
-            result = getattr(self, name)(operation, *map(read, operands[1:]))
-            registers[operands[0]] = result
+            method = _ARITHMETIC.get(name) or getattr(self, name)
+            result = method(operation, *map(read, operands[1:]))
+            if operands[0].startswith("{"):
+                low, high = operands[0][1:-1].split(",")
+                registers[low], registers[high] = result & _HALF, result >> np.uint64(16)
+            else:
+                registers[operands[0]] = result
 
     def address(self, operand, read):
         base, _, offset = operand[1:-1].partition("+")
@@ -120,22 +130,23 @@ class Machine:
         self.loads += int(there.sum())
 
     def mma(self, registers, operation, operands, read):
-        assert operation.startswith("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32")
+        kind = _KINDS[operation.split(".")[-2]]
+        each = 4 // kind.itemsize  # numbers of a word
         d, a, b, c = (o[1:-1].split(",") for o in operands)
         lane = np.arange(32)
         group, quarter = lane // 4, lane % 4
-        weights = np.zeros((32, 16, 32), np.float32)  # of each warp
-        rows = np.zeros((32, 32, 8), np.float32)
+        weights = np.zeros((32, 16, 8 * each), np.float32)  # of each warp
+        rows = np.zeros((32, 8 * each, 8), np.float32)
         sums = np.zeros((32, 16, 8), np.float32)
         for i, name in enumerate(a):
-            word = read(name).astype(np.uint32).view(np.uint8).reshape(32, 32, 4)
-            for byte in range(4):
-                depth = quarter * 4 + byte + 16 * (i // 2)
-                weights[:, group + 8 * (i % 2), depth] = e4m3(word[:, :, byte])
+            found = numbers(read(name).reshape(32, 32), kind)
+            for number in range(each):
+                depth = quarter * each + number + 4 * each * (i // 2)
+                weights[:, group + 8 * (i % 2), depth] = found[:, :, number]
         for i, name in enumerate(b):
-            word = read(name).astype(np.uint32).view(np.uint8).reshape(32, 32, 4)
-            for byte in range(4):
-                rows[:, quarter * 4 + byte + 16 * i, group] = e4m3(word[:, :, byte])
+            found = numbers(read(name).reshape(32, 32), kind)
+            for number in range(each):
+                rows[:, quarter * each + number + 4 * each * i, group] = found[:, :, number]
         places = [(group + 8 * (i // 2), 2 * quarter + i % 2) for i in range(4)]
         for name, (row, column) in zip(c, places, strict=True):
             sums[:, row, column] = floats(read(name)).reshape(32, 32)
@@ -156,9 +167,6 @@ class Machine:
         return np.take_along_axis(
             warps, (lane & np.uint64(31)).reshape(32, 32).astype(int), 1
         ).ravel()
-
-    def __getattr__(self, name):
-        return _ARITHMETIC[name.rstrip("_")]
 
 
 def _prmt(_operation, a, b, selector):
@@ -190,15 +198,24 @@ def _brev(_operation, a):
     return found
 
 
+def _packed(kind, *values):
+    """Floats, the lowest first, rounded and packed."""
+    found = torch.stack([torch.from_numpy(v) for v in values], -1)
+    if kind == torch.float8_e4m3fn:
+        found = found.clamp(-448, 448)
+    size = {2: np.uint16, 4: np.uint32}[kind.itemsize * len(values)]
+    return found.to(kind).view(torch.uint8).numpy().view(size)[:, 0].astype(np.uint64)
+
+
 def _cvt(operation, a, b=None):
     if operation == "cvt.u32.u16":
-        return a & np.uint64(0xFFFF)
-    assert operation == "cvt.rn.satfinite.e4m3x2.f32"
-    high, low = (
-        torch.from_numpy(floats(v)).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-        for v in (a, b)
-    )
-    return low.numpy().astype(np.uint64) | high.numpy().astype(np.uint64) << np.uint64(8)
+        return a & _HALF
+    if operation == "cvt.f32.f16":
+        return bits(numbers(a, torch.float16)[:, 0])
+    if operation == "cvt.rn.f16x2.e4m3x2":
+        return _packed(torch.float16, *numbers(a, torch.float8_e4m3fn)[:, :2].T.copy())
+    kind = {"bf16x2": torch.bfloat16, "e4m3x2": torch.float8_e4m3fn}[operation.split(".")[-2]]
+    return _packed(kind, floats(b), floats(a))
 
 
 def _fma(_operation, a, b, c):
@@ -229,12 +246,13 @@ def _range(*ends):
     return range(*(int(end.handle.data.item()) for end in ends))
 
 
-def interpret(monkeypatch, module):
-    """Have Triton's interpreter run inline PTX, and a kernel module's ranges between tensors.
+def interpret(monkeypatch, *modules):
+    """Have Triton's interpreter run inline PTX, and kernel modules' ranges between tensors.
 
     Returns the machine.
     """
-    monkeypatch.setattr(module, "range", _range, raising=False)
+    for module in modules:
+        monkeypatch.setattr(module, "range", _range, raising=False)
     machine = Machine()
     kinds = {"r": tl.int32, "f": tl.float32}
 
