@@ -5,12 +5,8 @@ from typing import Any
 
 from qsrt_runtime.format import schema
 from qsrt_runtime.format.errors import FormatError
-from qsrt_runtime.format.manifest import CARD, REPORT
+from qsrt_runtime.format.manifest import OF_PUSH, REPORT
 from qsrt_runtime.format.package import Package
-
-ATTRIBUTES = ".gitattributes"
-BENCH = "qsrt-bench.json"
-_OF_PUSH = {CARD, REPORT, BENCH, ATTRIBUTES}
 
 
 def content_sha256(package: Package) -> str:
@@ -19,7 +15,7 @@ def content_sha256(package: Package) -> str:
     It is of the canonical JSON of their SHA-256 by name, so that packages of which it is the same
     have the same weights, configuration and tokenizer.
     """
-    return schema.digest({n: d for n, d in package.digests.items() if n not in _OF_PUSH})
+    return schema.digest({n: d for n, d in package.digests.items() if n not in OF_PUSH})
 
 
 def read_evaluation(path: Path) -> dict[str, Any]:

@@ -24,13 +24,21 @@ from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 import qsrt_runtime
 from qsrt_pack.assemble.package import GIT_ATTRIBUTES
 from qsrt_pack.card import build_card
-from qsrt_pack.evaluation import ATTRIBUTES, BENCH, check_evaluation, read_evaluation, shown_name
+from qsrt_pack.evaluation import check_evaluation, read_evaluation, shown_name
 from qsrt_pack.output import check_output, recover, replacing, state_file
-from qsrt_pack.published import read_bench, side_files
+from qsrt_pack.published import read_bench
 from qsrt_pack.validate import validate
 from qsrt_runtime.format import paths, schema
 from qsrt_runtime.format.errors import FormatError
-from qsrt_runtime.format.manifest import CARD, CHECKSUMS, MANIFEST, MARKER, REPORT
+from qsrt_runtime.format.manifest import (
+    ATTRIBUTES,
+    BENCH,
+    CARD,
+    CHECKSUMS,
+    MANIFEST,
+    MARKER,
+    REPORT,
+)
 from qsrt_runtime.format.package import Package, open_package, seal
 from qsrt_runtime.hub import HubError, attempt, is_repository, local_folder, resolve
 
@@ -242,7 +250,7 @@ def _attributes(package: Package) -> bytes:
     The Hub stores as such what is binary or of 10 MB and more.
     """
     text = GIT_ATTRIBUTES.decode()
-    for name in side_files(package):
+    for name in package.side_files:
         path = package.path / name
         with path.open("rb") as file:
             binary = b"\0" in file.read(_SAMPLE)

@@ -37,7 +37,6 @@ from qsrt_pack.output import (
 from qsrt_pack.plan import make_plan
 from qsrt_pack.produce import produce_layer
 from qsrt_pack.progress import bar
-from qsrt_pack.published import side_files
 from qsrt_pack.quality import report_expert, report_layer
 from qsrt_pack.ranks import Ranks
 from qsrt_pack.repository import Repository
@@ -270,7 +269,7 @@ def _confirm(job: Job, show_progress: bool) -> Evidence:
     source = _hash_source(job, show_progress)
     folder = job.checkpoint.path
     sides = {name: paths.sha256_file(folder / name) for name in job.checkpoint.carried}
-    found = {name: package.digests[name] for name in side_files(package)}
+    found = {name: package.digests[name] for name in package.side_files}
     stated = package.documents.manifest["source"]["source_sha256"]
     if schema.digest(source) != stated or sides != found:
         raise FormatError(

@@ -3,9 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-from qsrt_pack.evaluation import BENCH, content_sha256, shown_name
+from qsrt_pack.evaluation import content_sha256, shown_name
 from qsrt_runtime.format import schema
 from qsrt_runtime.format.errors import FormatError
+from qsrt_runtime.format.manifest import BENCH
 from qsrt_runtime.format.package import Package
 
 
@@ -26,11 +27,6 @@ def read_bench(package: Package, given: Path | None) -> dict[str, Any] | None:
             "measure this package"
         )
     return stripped
-
-
-def side_files(package: Package) -> list[str]:
-    """A package's side files, less the report of bench, which is not the source's."""
-    return [name for name in package.side_files if name != BENCH]
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from qsrt_pack.assemble.shards import Spec, file_pieces, write_shards
 from qsrt_pack.encode.padding import unpad_matrices
 from qsrt_pack.output import check_output, replacing
 from qsrt_pack.progress import bar
-from qsrt_pack.published import side_files
 from qsrt_pack.source import quantization
 from qsrt_pack.source.dtypes import to_bfloat16
 from qsrt_pack.source.formats import read_weight
@@ -231,7 +230,7 @@ def _specs(dense: DensePackage, kind: str) -> dict[str, Spec]:
 
 def _copy_side_files(package: Package, folder: Path) -> None:
     """Copy what is neither weights nor a document of the package."""
-    for name in side_files(package):
+    for name in package.side_files:
         verify_file(package, name)
         source, target = package.path / name, folder / name
         paths.make_folder(target.parent)

@@ -6,7 +6,7 @@ import torch
 
 from qsrt_runtime.arguments import check_arguments
 from qsrt_runtime.arithmetic import arithmetic_of
-from qsrt_runtime.moe_decode import moe_decode
+from qsrt_runtime.moe_decode import MANY_ROWS, moe_decode
 from qsrt_runtime.moe_prefill import moe_prefill
 from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import (
@@ -19,7 +19,9 @@ from qsrt_runtime.workspace import (
     make_workspace,
 )
 
-FEW_ROWS = 20  # of an expert on average, up to which decoding without a pass to memory is quicker
+# Rows of an expert on average, up to which decoding without a pass to memory is quicker on an H200,
+# see tests/bench/results/prefill_h200.txt.
+FEW_ROWS = 20
 
 
 def moe_forward_kernels(
@@ -36,8 +38,8 @@ def moe_forward_kernels(
     """As moe_forward_reference, of tokens in any number and layout, float16 or bfloat16.
 
     By moe_decode up to FEW_TOKENS, or to FEW_ROWS rows of an expert on average; else by
-    moe_prefill, which has no "a8".   workspace: the caller's, for calls that it has room for;
-    others have one of their own.
+    moe_prefill, which has no "a8".   workspace: the caller's; calls that it has room for go by
+    moe_decode, others have one of their own.
     """
     check_arguments(x, layer, topk_ids, topk_weights, expert_map)
     arithmetic = arithmetic_of(activation, x)
@@ -46,7 +48,7 @@ def moe_forward_kernels(
     if not tokens or not topk:
         return out.zero_()
     forward = moe_decode
-    if workspace is None or tokens > workspace.tokens:
+    if workspace is None or tokens > workspace.tokens or topk > workspace.topk:
         forward, workspace = _forward_of(layer, tokens, topk, x)
     options = {"expert_map": expert_map, "weight_on_input": weight_on_input}
     if forward is moe_decode:
@@ -63,7 +65,8 @@ def moe_forward_kernels(
 
 def decodes(layer: LayerWeights, tokens: int, topk: int) -> bool:
     """Whether a call goes by moe_decode."""
-    few = tokens * topk <= FEW_ROWS * layer.geometry.experts and tokens <= MAX_TOKENS
+    rows = FEW_ROWS if layer.traits.uniform else MANY_ROWS  # others have no blocks of 32 places
+    few = tokens * topk <= rows * layer.geometry.experts and tokens <= MAX_TOKENS
     return tokens <= FEW_TOKENS or few
 
 

@@ -9,7 +9,7 @@ from qsrt_runtime.launching import check_call, check_compiled, compiled, ways
 from qsrt_runtime.ops.activate_routes import activate_routes
 from qsrt_runtime.ops.combine_routes import combine_routes
 from qsrt_runtime.ops.expand import expand
-from qsrt_runtime.ops.group import group
+from qsrt_runtime.ops.group import group, group_size
 from qsrt_runtime.ops.grouped_gemm import grouped_gemm
 from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import MAX_BLOCK, MIN_BLOCK, PrefillWorkspace
@@ -44,7 +44,8 @@ def moe_prefill(
         return out.zero_()
     block = block_size(layer, tokens * topk)
     kernels = ("prefill", layer.geometry, layer.slots, layer.traits, x.dtype, x.device, topk)
-    kernels += (block, (tokens * topk - 1).bit_length(), layer.atoms.shape[1])
+    kernels += (block, group_size(tokens * topk), layer.atoms.shape[1])
+    kernels += (len(_shares(layer, workspace, down=True)) > 1,)  # of which the first is another
     kernels += (layer.shared_scales.shape[1], topk_ids.dtype, topk_weights.dtype, weight_on_input)
     kernels += (None if expert_map is None else expert_map.dtype,)
     with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
@@ -79,14 +80,15 @@ def _launch(
     for experts in _shares(layer, workspace, down=False):
         expand(layer, experts, workspace, down=False, by_warps=by_warps)
         routes = (layer, experts, workspace, divisor, up, block)
-        grouped_gemm(workspace.rotated, *routes, down=False)
+        grouped_gemm(workspace.rotated, *routes, down=False, by_warps=by_warps)
     for experts in _shares(layer, workspace, down=True):
         is_first = experts.start == 0
         options = {"by_warps": by_warps, "beside": by_warps and beside and is_first}
         expand(layer, experts, workspace, down=True, **options)
         if is_first:
             activate_routes(layer, topk_ids, expert_map, before, workspace, **options)
-        grouped_gemm(workspace.middle, layer, experts, workspace, 1, 0, block, down=True)
+        routes = (layer, experts, workspace, 1, 0, block)
+        grouped_gemm(workspace.middle, *routes, down=True, by_warps=by_warps)
     combine_routes(layer, topk_ids, expert_map, after, workspace, out, by_warps)
 
 

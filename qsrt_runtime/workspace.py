@@ -180,7 +180,9 @@ def make_prefill_workspace(
         raise ValueError(f"topk is {topk}, expected at least 1")
     routes, hidden, inner = tokens * topk, geometry.hidden, geometry.intermediate
     experts, one = geometry.experts, 2 * geometry.intermediate * geometry.hidden
-    rows = {0: 2 * routes, 1: tokens, 2: 2 * tokens}[inputs]
+    if inputs not in (0, 1, 2):
+        raise ValueError(f"inputs is {inputs}, expected 0, 1 or 2, as in a layer's traits")
+    rows = (2 * routes, tokens, 2 * tokens)[inputs]
     places = min(routes * MAX_BLOCK, routes + experts * (MAX_BLOCK - 1))  # for blocks of any size
     narrow = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 

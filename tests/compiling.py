@@ -35,10 +35,9 @@ from qsrt_runtime.ops.fused.product.quantized import ptx as quantized_ptx
 from qsrt_runtime.ops.fused.product.quantized.kernel import quantized_kernel
 from qsrt_runtime.ops.fused.product.wide.kernel import wide_kernel
 from qsrt_runtime.ops.group.kernel import group_kernel
+from qsrt_runtime.ops.grouped_gemm import tiles
 from qsrt_runtime.ops.grouped_gemm.kernel import grouped_gemm_kernel
 from qsrt_runtime.ops.grouped_gemm.ptx import convert
-from qsrt_runtime.ops.label_gemm import ptx as labels_ptx
-from qsrt_runtime.ops.label_gemm.kernel import label_gemm_kernel
 from qsrt_runtime.ops.prepare.kernel import prepare_kernel
 from qsrt_runtime.ops.warps.ptx import copy
 
@@ -71,7 +70,8 @@ COMMON = {
     "QUANTIZED": False,
 }
 CAPABILITIES = {  # others' are 80 and 90
-    **dict.fromkeys(("product", "wide", "fused", "expand_warps"), (90,)),
+    **dict.fromkeys(("product", "wide", "fused"), (90,)),
+    **dict.fromkeys(("expand_warps", "expand_warps_uniform"), (90,)),
     **dict.fromkeys(("prepare_a8", "activate_a8", "plain_a8"), (89, 90)),
     **dict.fromkeys(("prepare_a8_numbers", "activate_a8_numbers"), (90,)),
     **dict.fromkeys(("quantized", "quantized_down"), (89, 90)),
@@ -107,6 +107,16 @@ KERNELS = {
         {"labels": "*u8", "out": "*u8"},
         4,
     ),
+    "expand_warps_uniform": (
+        expand_warps_kernel,
+        {
+            **{"ROWS": 1024, "TILES": 2, "STEPS": 16, "DOWN": False, "UNIFORM": True},
+            "GROUP": group(4),
+            "BESIDE": True,
+        },
+        {"labels": "*u8", "out": "*u8"},
+        32,
+    ),
     "expand_warps": (
         expand_warps_kernel,
         {
@@ -117,16 +127,19 @@ KERNELS = {
         {"labels": "*u8", "out": "*u8"},
         32,
     ),
-    "grouped_gemm": (
-        grouped_gemm_kernel,
-        {
-            **{"ROWS": 1024, "DEPTH": 1024, "DIVISOR": 8, "DOWN": False, "BLOCK": 128},
-            **{"WIDTH": 256, "GROUP": 8, "STAGES": 4},
-            **{f"CONVERT{i}": convert(i, torch.bfloat16) for i in range(4)},
-        },
-        {"out": "*bf16", "weights": "*i32"},
-        8,
-    ),
+    **{
+        f"grouped_gemm_{block}": (
+            grouped_gemm_kernel,
+            {
+                **{"ROWS": 1024, "DEPTH": 1024, "DIVISOR": 8, "DOWN": False, "BLOCK": block},
+                **{"WIDTH": tiles(block, False)[0], "STAGES": tiles(block, False)[2], "GROUP": 8},
+                **{f"CONVERT{i}": convert(i, torch.bfloat16) for i in range(4)},
+            },
+            {"out": "*fp32", "weights": "*i32"},
+            tiles(block, False)[1],
+        )
+        for block in (16, 32, 64, 128)
+    },
     "activate_routes": (
         activate_routes_kernel,
         {"BETA": 4.0, "LINEAR_BETA": 25.0},
@@ -169,15 +182,6 @@ KERNELS = {
             **{"STEP2": ptx.wide_step(4, True, 2), "STEP4": ptx.wide_step(4, True, 4)},
         },
         {"out": "*fp32"},
-        32,
-    ),
-    "label_gemm": (
-        label_gemm_kernel,
-        {
-            **{"ROWS": 1024, "TILES": 2, "STEPS": 16, "DIVISOR": 8, "DOWN": False},
-            **{"LOAD": labels_ptx.load(8192), "STEP": labels_ptx.step(torch.bfloat16)},
-        },
-        {"out": "*fp32", "weights": "*i32"},
         32,
     ),
     "prepare_a8": (

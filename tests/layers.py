@@ -7,7 +7,7 @@ import torch
 
 from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.weights import LayerWeights, traits_of
-from qsrt_runtime.workspace import make_workspace
+from qsrt_runtime.workspace import COLUMNS, PLACES, PrefillWorkspace, make_workspace
 
 HALF, BFLOAT = torch.float16, torch.bfloat16
 BOUND = {HALF: 6e-4, BFLOAT: 4.4e-3}
@@ -73,8 +73,8 @@ def poisoned(layer, topk, dtype, tokens=16, programs=None):
     """
     workspace = make_workspace(layer.geometry, topk, tokens, dtype, layer.atoms.device)
     if programs is not None:
-        parts = workspace.partial.shape[1] - workspace.programs + programs
-        partial = workspace.partial.new_empty(2, parts, *workspace.partial.shape[2:])
+        more = max(0, programs - workspace.programs) * PLACES * COLUMNS
+        partial = workspace.partial.new_empty(2, workspace.partial.shape[1] + more)
         workspace = replace(workspace, programs=programs, partial=partial)
     workspace = guard(workspace)
     workspace.arrivals.zero_()
@@ -91,13 +91,15 @@ def guard(workspace):
                 (value.numel() + GUARD,), bad, dtype=value.dtype, device=value.device
             )
             guarded[name] = whole[: value.numel()].view(value.shape)
+    if isinstance(workspace, PrefillWorkspace):  # the same memory
+        guarded["down_sums"] = guarded["sums"].view(workspace.down_sums.dtype)
     return replace(workspace, **guarded)
 
 
 def check_guards(workspace):
     """Nothing was written beyond a buffer's end."""
-    for value in vars(workspace).values():
-        if isinstance(value, torch.Tensor):
+    for name, value in vars(workspace).items():
+        if isinstance(value, torch.Tensor) and name != "down_sums":
             behind = value.new_empty(0).set_(value.untyped_storage())[value.numel() :]
             assert len(behind) == GUARD
             bad = behind.isnan() if behind.is_floating_point() else behind == BAD[value.dtype]

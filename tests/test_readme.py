@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 TEXT = (ROOT / "README.md").read_text()
 EXAMPLE = "examples/tiny_moe/model"
 OTHERS = {  # options that are not of our commands, but of pip, torchrun, vLLM, and our scripts
-    *("--help", "--index-url", "--check", "--nproc_per_node", "--tensor-parallel-size"),
+    *("--help", "--check", "--nproc_per_node", "--tensor-parallel-size"),
     *("--enable-expert-parallel", "--hypothesis-profile"),
     *("--a8", "--by", "--each", "--experts", "--layers", "--points", "--seeds"),
 }

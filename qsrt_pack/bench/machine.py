@@ -57,7 +57,7 @@ def machine_of(device: torch.device) -> Machine:
 def copy_rate(machine: Machine) -> float:
     """Bytes a second, read and written, of copying within the GPU's memory."""
     size = min(_COPIED, machine.free_bytes() // 4)
-    source = torch.zeros(size, dtype=torch.uint8, device=machine.device)
+    source = torch.empty(size, dtype=torch.uint8, device=machine.device).random_(0, 256)
     target = torch.empty_like(source)
     times = machine.times([lambda: target.copy_(source)] * _COPIES, _REPEATS)
     return 2 * size / statistics.median(times) * 1e6

@@ -13,13 +13,12 @@ from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.evidence import check_evidence, check_evidence_experts
 from qsrt_runtime.format.geometry import Geometry, TrueSizes
 from qsrt_runtime.format.manifest import (
-    CARD,
     CHECKSUMS,
     CONFIG,
     INDEX,
     MANIFEST,
     MARKER,
-    REPORT,
+    OF_PUSH,
     REQUIRED_FILES,
     Documents,
 )
@@ -59,7 +58,7 @@ class Package:
     @property
     def side_files(self) -> list[str]:
         """Listed files that are neither weights nor of the format, nor written for the Hub."""
-        own = {MANIFEST, CONFIG, INDEX, CARD, REPORT, ".gitattributes"}
+        own = {MANIFEST, CONFIG, INDEX, *OF_PUSH}
         own |= {self.layer_name(n) for n in self.layers}
         own |= {self.evidence_name(n) for n in self.layers}
         own |= set(self.documents.index["weight_map"].values())

@@ -1,7 +1,7 @@
 """Device functions that several launches share.
 
-Each launch waits for the one before and only then lets the next one start: what a launch reads
-before it waits must have been there before the launch before it.
+Each launch of moe_decode waits for the one before and only then lets the next one start: what a
+launch reads before it waits must have been there before the launch before it.
 """
 
 import triton

@@ -168,6 +168,8 @@ def test_more_routes_than_experts(name, dtype, tokens):
 def test_tiles_in_many_parts(name, dtype, sides, tokens):
     layer = random_layer(Geometry(1280, 256, 3), place(name), sides=sides)
     x, ids, weights = inputs(layer, tokens, 2, dtype)
+    if tokens == 3:
+        ids[:] = torch.tensor([[0, 1], [1, 2], [2, 0]])
     workspace = poisoned(layer, 2, dtype, programs=100)  # up to 20 parts of a tile
     found = run(x, layer, ids, weights, workspace)
     assert error(found, moe_forward_reference(x.float(), layer, ids, weights)) < BOUND[dtype]
@@ -240,6 +242,21 @@ def test_a_callers_workspace(name, dtype):
         found = moe_forward_kernels(x, layer, ids, weights, workspace=workspace)
         assert torch.equal(found, run(x, layer, ids, weights))
         assert torch.equal(before.nan_to_num(), workspace.rotated.nan_to_num()) == (tokens == 3)
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+def test_more_tokens_than_a_call_takes(name, dtype, monkeypatch):
+    monkeypatch.setattr(moe_kernels, "MAX_PREFILL_TOKENS", 16)
+    layer = random_layer(SMALL, place(name))
+    x, ids, weights = inputs(layer, 37, 3, dtype)
+    found = moe_forward_kernels(x, layer, ids, weights)
+    assert error(found, moe_forward_reference(x.float(), layer, ids, weights)) < BOUND[dtype]
+
+
+def test_mixed_rates_have_no_large_blocks():
+    uniform = random_layer(SMALL, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    mixed = replace(uniform, traits=replace(uniform.traits, uniform=False))
+    assert decodes(uniform, 20, 3) and not decodes(mixed, 20, 3)
 
 
 @pytest.mark.parametrize(
@@ -512,6 +529,21 @@ def test_graphs_replay_what_eager_calls_give(activation):  # RT-6a, RT-6c
             options = {"activation": activation}
             expected = moe_forward_reference(x.float(), layer, ids, weights, **options)
             assert error(replayed, expected) < BOUND[BFLOAT]
+
+
+@GPU
+@pytest.mark.parametrize("sides", ["one", "two", "expert"])
+@pytest.mark.parametrize("codes", [None, [0x00, 0x12, 0x21, 0x11]], ids=["uniform", "rates"])
+@pytest.mark.parametrize("tokens", [17, 129])
+def test_many_tokens(tokens, codes, sides):  # RT-7a, RT-9a
+    """The same bits every time, though places are given by atomics."""
+    layer = on_gpu(Geometry(640, 512, 4), codes=codes, sides=sides)
+    x, ids, weights = inputs(layer, tokens, 3, BFLOAT)
+    found = check(x, layer, ids, weights)
+    for _ in range(20):
+        assert torch.equal(run(x, layer, ids, weights), found)
+    shifted = torch.empty(x.numel() + 1, dtype=BFLOAT, device=x.device)[1:].view_as(x).copy_(x)
+    assert torch.equal(run(shifted, layer, ids.long(), weights), found)
 
 
 @GPU

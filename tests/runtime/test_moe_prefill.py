@@ -8,6 +8,7 @@ from layers import (
     BFLOAT,
     BOUND,
     DEVICES,
+    GPU,
     HALF,
     SMALL,
     check_guards,
@@ -58,8 +59,9 @@ def check(x, layer, ids, weights, **options):
         (Geometry(256, 512, 3), [0x00, 0x12, 0x21], "expert"),  # every rate mode
         # A tile of columns that is not full; moved pairs.
         (Geometry(640, 768, 2), [0x11, 0x02], "one"),
+        (Geometry(1280, 256, 3), None, "one"),  # sums of down are larger than those of gate and up
     ],
-    ids=["one", "two", "expert", "rates", "wide"],
+    ids=["one", "two", "expert", "rates", "wide", "deep"],
 )
 def test_is_the_reference(name, dtype, geometry, codes, sides):
     layer = random_layer(geometry, place(name), codes=codes, sides=sides)
@@ -173,3 +175,44 @@ def test_workspaces_that_do_not_fit(change, error_type, message):
 def test_workspaces_that_make_no_sense(tokens, topk):
     with pytest.raises(ValueError, match=r"expected|is for 1 to 4096 tokens"):
         make_prefill_workspace(SMALL, topk, tokens, 1, HALF, torch.device("cpu"))
+
+
+@GPU
+@pytest.mark.parametrize("tokens", [17, 129, 700])
+def test_the_same_bits_and_at_any_address(tokens):  # RT-7a, RT-7b, RT-9a
+    layer = random_layer(Geometry(640, 512, 4), torch.device("cuda"), codes=[0, 0x12, 0x21, 0])
+    x, ids, weights = inputs(layer, tokens, 3, BFLOAT)
+    found = check(x, layer, ids, weights)
+    for _ in range(20):
+        assert torch.equal(run(x, layer, ids, weights), found)
+    shifted = torch.empty(x.numel() + 1, dtype=BFLOAT, device=x.device)[1:].view_as(x).copy_(x)
+    assert torch.equal(run(shifted, layer, ids.long(), weights.double()), found)
+
+
+@GPU
+def test_graphs_and_their_first_call():  # RT-6
+    layer = random_layer(Geometry(384, 512, 6), torch.device("cuda"))
+    x, ids, weights = inputs(layer, 40, 2, BFLOAT)
+    one = 2 * layer.geometry.intermediate * layer.geometry.hidden
+    for scratch in (6 * one, 2 * one):  # of down in one share and in two
+        sizes = (layer.geometry, 2, 40, 1, BFLOAT, x.device)
+        workspace, out = make_prefill_workspace(*sizes, scratch_bytes=scratch), torch.empty_like(x)
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            kept = x + 1
+            with pytest.raises(RuntimeError, match="not compiled yet; call it once"):
+                moe_prefill(x, layer, ids, weights, workspace, out)
+        assert kept.shape == x.shape
+        moe_prefill(x, layer, ids, weights, workspace, out)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            moe_prefill(x, layer, ids, weights, workspace, out)
+        for seed in (1, 2):
+            for old, new in zip(
+                (x, ids, weights), inputs(layer, 40, 2, BFLOAT, seed=seed), strict=True
+            ):
+                old.copy_(new)
+            moe_prefill(x, layer, ids, weights, workspace, out)
+            eager = out.clone()
+            out.fill_(float("nan"))
+            graph.replay()
+            assert torch.equal(out, eager)

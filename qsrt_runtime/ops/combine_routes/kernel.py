@@ -38,7 +38,7 @@ def combine_routes_kernel(
     for choice in tl.range(0, TOPK):
         route = token * TOPK + choice
         expert, _ = expert_of(ids, expert_map, route, True, num_ids, num_experts, HAS_MAP)
-        mask = is_channel & (expert >= 0)
+        mask = is_channel & (channel * 0 + expert >= 0)
         part = tl.load(sums + route.to(tl.int64) * HIDDEN + channel, mask=mask, other=0)
         part = part.to(tl.float32)
         if BY_ROUTE:

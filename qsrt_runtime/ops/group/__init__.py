@@ -61,7 +61,7 @@ def group(
         INPUTS=2 if by_route else layer.traits.inputs,
         BLOCKS=BLOCKS,
         EXPERTS=1 << (experts - 1).bit_length(),
-        ROUTES=min(ROUTES, 1 << (tokens * topk - 1).bit_length()),
+        ROUTES=group_size(tokens * topk),
         BLOCK=block,
         BY_WORD=not decodes,
         HAS_PLACES=decodes,
@@ -71,3 +71,8 @@ def group(
         num_warps=WARPS if by_warps else 4,
         **dependent(pdl),
     )
+
+
+def group_size(routes: int) -> int:
+    """How many routes are looked at at once."""
+    return min(ROUTES, 1 << (routes - 1).bit_length())

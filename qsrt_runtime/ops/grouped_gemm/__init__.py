@@ -1,5 +1,7 @@
 """Rows times some experts' expanded matrices."""
 
+import functools
+
 import torch
 
 from qsrt_runtime.ops.grouped_gemm import ptx
@@ -9,16 +11,17 @@ from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import PrefillWorkspace
 
 
-def tiles(block: int) -> tuple[int, int, int, int]:
+def tiles(block: int, by_warps: bool) -> tuple[int, int, int, int]:
     """A tile's rows of the weights, its warps, its stages, and the programs on a multiprocessor.
 
-    As measured on an H200, see tests/bench/results/prefill_h200.txt.
+    As measured on an H200, see tests/bench/results/prefill_h200.txt; other GPUs have less memory to
+    share, see test_compile.py.
     """
     if block <= 16:
         return 128, 4, 5, 4
     if block < 128:
         return 256, 8, 4, 2
-    return 256, 16, 4, 1
+    return 256, 16 if by_warps else 8, 4, 1
 
 
 def grouped_gemm(
@@ -31,14 +34,16 @@ def grouped_gemm(
     block: int,
     *,
     down: bool,
+    by_warps: bool,
 ) -> None:
     """Sums of gate and up, or of down, of the routes of a range of experts, to the workspace.
 
     rows: [n, H] or [n, I held], in word order; route r's row is r // divisor, and for
     up matrix_rows further.   The scratch holds the experts' matrices.   block: routes of a block.
+    by_warps: see launching.ways.
     """
     hidden, held = layer.geometry.hidden, 32 * len(layer.slots)
-    width, warps, stages, programs = tiles(block)
+    width, warps, stages, programs = tiles(block, by_warps)
     grouped_gemm_kernel[(programs * workspace.multiprocessors,)](
         rows,
         workspace.scratch.view(torch.int32),
@@ -62,6 +67,8 @@ def grouped_gemm(
     )
 
 
+@functools.cache
 def converts(dtype: torch.dtype) -> dict[str, str | None]:
-    """How the kernel makes rows' type of a word's four labels: PTX, None under the interpreter."""
-    return {f"CONVERT{i}": None if INTERPRETED else ptx.convert(i, dtype) for i in range(4)}
+    """How the kernel makes rows' type of a word's four labels: PTX, None where there is none."""
+    is_plain = INTERPRETED or torch.version.hip is not None
+    return {f"CONVERT{i}": None if is_plain else ptx.convert(i, dtype) for i in range(4)}

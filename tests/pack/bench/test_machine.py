@@ -15,7 +15,7 @@ def test_copies_are_counted_read_and_written(machine):
     def times(calls, repeats):
         given.append((len(calls), repeats))
         for call in calls:
-            assert not call().any()
+            assert len(call().unique()) > 200  # never of zeros
         return [50.0] * (repeats // 2) + [100.0] * (repeats - repeats // 2)
 
     rate = copy_rate(replace(machine, free_bytes=lambda: 4_000_000, times=times))

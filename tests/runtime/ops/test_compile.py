@@ -9,8 +9,10 @@ import pytest
 
 SHARED = {80: 101_376, 89: 101_376, 90: 232_448}  # bytes; for 80 what sm_86 has, the least of all
 
-ANY_GPU = ["prepare", "activate", "combine", "plain", "group", "expand", "grouped_gemm"]
-ANY_GPU += ["activate_routes", "combine_routes"]
+ANY_GPU = ["prepare", "activate", "combine", "plain", "group", "expand"]
+ANY_GPU += [f"grouped_gemm_{block}" for block in (16, 32, 64, 128)]
+ANY_GPU += ["activate_routes", "combine_routes", "group_warps"]
+ANY_GPU += ["activate_routes_warps", "combine_routes_warps"]
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +63,10 @@ def test_labels_go_to_tensor_cores_as_they_are(compiled, kernel):
     ("kernel", "labels", "own", "capability"),
     [
         ("product", 131072, 0, 90),
+        ("wide", 131072, 0, 90),
         ("fused", 131072, 1, 90),
         ("expand_warps", 65536, 0, 90),
+        ("expand_warps_uniform", 65536, 0, 90),
         *((name, 65536, 0, c) for name in ("quantized", "quantized_down") for c in (89, 90)),
     ],
 )

@@ -1,4 +1,4 @@
-"""Each launch of moe_decode against its own reference, under the interpreter and on a GPU."""
+"""The launches of moe_decode and moe_prefill against their references, interpreted or on a GPU."""
 
 from dataclasses import replace
 
@@ -20,6 +20,7 @@ from layers import (
 from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.launching import ways
 from qsrt_runtime.mxfp8 import dequantize_rows, quantize_rows
+from qsrt_runtime.ops import group as groups
 from qsrt_runtime.ops.activate import activate
 from qsrt_runtime.ops.activate.reference import activate_reference
 from qsrt_runtime.ops.combine import combine
@@ -37,6 +38,8 @@ from qsrt_runtime.ops.fused.product.quantized import quantized_product
 from qsrt_runtime.ops.fused.product.quantized.ptx import LABELS
 from qsrt_runtime.ops.group import group
 from qsrt_runtime.ops.group.reference import group_reference
+from qsrt_runtime.ops.grouped_gemm import grouped_gemm
+from qsrt_runtime.ops.grouped_gemm.reference import grouped_gemm_reference
 from qsrt_runtime.ops.prepare import prepare
 from qsrt_runtime.ops.prepare.reference import map_routes_reference, rotate_rows_reference
 from qsrt_runtime.workspace import COLUMNS, PLACES, make_prefill_workspace, quantized
@@ -95,8 +98,9 @@ def test_routes(name, dtype, tokens):
 @pytest.mark.parametrize(("name", "dtype"), DEVICES)
 @pytest.mark.parametrize("tokens", [1, 17, 40])
 @pytest.mark.parametrize(("block", "decodes"), [(8, True), (32, True), (16, False)])
-def test_sorted_routes(name, dtype, tokens, block, decodes):
+def test_sorted_routes(name, dtype, tokens, block, decodes, monkeypatch):
     """Of decoding an expert's routes stand in their own order, of prefill in any."""
+    monkeypatch.setattr(groups, "ROUTES", 16)  # at once: several times
     layer, device = random_layer(GEOMETRY, place(name)), place(name)
     x, ids, _ = inputs(layer, tokens, TOPK, dtype)
     ids[0, 1], ids[-1] = -1, 2
@@ -126,14 +130,15 @@ def test_sorted_routes(name, dtype, tokens, block, decodes):
 
 
 @pytest.mark.parametrize(("name", "dtype"), DEVICES)
-def test_expanded_matrices(name, dtype):
-    layer, _, _, _, _, _ = case(name, dtype, "one", 1)
+@pytest.mark.parametrize("codes", [[0x00, 0x12, 0x21], None], ids=["rates", "uniform"])
+def test_expanded_matrices(name, dtype, codes):
+    layer = random_layer(GEOMETRY, place(name), codes=codes)
     device = layer.atoms.device
     workspace = guard(make_prefill_workspace(GEOMETRY, 1, 1, 1, dtype, device))
     workspace.first_block[:] = torch.tensor([0, 1, 1, 2])  # expert 1 has no routes
     for down in (False, True):
-        workspace.scratch.fill_(0x7F)
         for by_warps in {False, ways(device)[0]}:
+            workspace.scratch.fill_(0x7F)
             expand(layer, range(3), workspace, down=down, by_warps=by_warps)
             found = workspace.scratch[: (1 if down else 2) * 3 * 512 * 256]
             found = found.view(torch.float8_e4m3fn).view(3, -1, 8 if down else 4, 8, 64)
@@ -144,6 +149,31 @@ def test_expanded_matrices(name, dtype):
                 assert torch.equal(found[expert], expected)
             assert found[1].isnan().all()
     check_guards(workspace)
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+@pytest.mark.parametrize("block", [16, 32, 64, 128])
+def test_grouped_products(name, dtype, block):
+    layer, device = random_layer(GEOMETRY, place(name)), place(name)
+    by_warps = ways(device)[0]
+    tokens = block // 16 * 17 if device.type == "cuda" else 17
+    x, ids, _ = inputs(layer, tokens, TOPK, dtype)
+    experts = ids.flatten().tolist()
+    workspace = guard(make_prefill_workspace(GEOMETRY, TOPK, tokens, 1, dtype, device))
+    group(x, layer, ids, None, workspace, block, by_warps, False)
+    workspace.middle.copy_(torch.randn(workspace.middle.shape, device=device))
+    for down in (False, True):
+        expand(layer, range(3), workspace, down=down, by_warps=by_warps)
+        rows = workspace.middle if down else workspace.rotated
+        options = {"down": down, "by_warps": by_warps}
+        grouped_gemm(rows, layer, range(3), workspace, 1 if down else TOPK, 0, block, **options)
+        words = rows.unflatten(1, (-1, 4, 16)).transpose(2, 3).flatten(1)  # from word order
+        own = words if down else words.repeat_interleave(TOPK, 0)
+        orders = [in_slot_order(layer, expert) for expert in range(3)]
+        weights = [expand_reference(layer, e, o)[down] for e, o in enumerate(orders)]
+        expected = grouped_gemm_reference(natural(own), torch.stack(weights), experts)
+        found = workspace.down_sums if down else workspace.sums
+        assert error(found[: expected.numel()].view_as(expected), expected) < BOUND[dtype]
 
 
 @pytest.mark.parametrize(("name", "dtype"), DEVICES)

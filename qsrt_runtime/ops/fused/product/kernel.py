@@ -104,7 +104,7 @@ def first_words(
 ):  # fmt: skip
     """Where a lane's first word of a position's step is, and whether there is any.
 
-    Where all pairs are of 3 bits, the word that the lane reads (see _exchange); else the strip,
+    Where all pairs are of 3 bits, the word that the lane reads (see exchange); else the strip,
     without what depends on a pair's bits.
     """
     part, step = position // STEPS % TILES, position % STEPS
