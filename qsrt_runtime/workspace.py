@@ -59,7 +59,8 @@ def quantized(rows: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torc
     """Where W4A8 has its rows, in the memory of W4A16's.
 
     rows: [n, K], a workspace's rotated or middle.   kind: torch.uint8, E4M3 bytes [n, K] and
-    exponents [n, K / 32]; or torch.bfloat16, the numbers that they stand for [n, K], twice.
+    exponents [n, K / 32]; or torch.bfloat16, the numbers that they stand for [n, K], twice: the
+    same but for steps below 2^-133.
     """
     if kind != torch.uint8:
         return rows.view(kind), rows.view(kind)
