@@ -3,6 +3,7 @@
 import torch
 
 from qsrt_runtime.arguments import check_arguments, check_types, padded_rows
+from qsrt_runtime.arithmetic import arithmetic_of, check_activation
 from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.moe_reference import moe_forward_reference
 from qsrt_runtime.weights import LayerWeights, Traits
@@ -16,8 +17,11 @@ def moe_forward(
     *,
     expert_map: torch.Tensor | None = None,
     weight_on_input: bool = False,
+    activation: str = "auto",
 ) -> torch.Tensor:
     """The routed experts' output; arguments, result and errors as moe_forward_reference.
+
+    activation: "a16", "a8", or "auto", the quicker of the two on this GPU, see arithmetic.
 
     Calls the operator `qsrt::moe_forward`, which torch.compile and graphs see as one node. It
     runs on the stored hidden size: where that is padded, rows get zeros here, and results lose
@@ -49,6 +53,7 @@ def moe_forward(
         layer.traits.inputs,
         layer.traits.uniform,
         weight_on_input,
+        activation,
     )
     return out[:, : layer.width].contiguous() if layer.hidden_padding else out
 
@@ -70,6 +75,7 @@ def _moe_forward(
     inputs: int,
     uniform: bool,
     weight_on_input: bool,
+    activation: str,
 ) -> torch.Tensor:
     weights = _layer_weights(
         atoms,
@@ -87,7 +93,13 @@ def _moe_forward(
     if x.device.type == "cuda" and x.dtype in (torch.float16, torch.bfloat16):
         from qsrt_runtime.moe_kernels import moe_forward_kernels as forward  # brings triton
     return forward(
-        x, weights, topk_ids, topk_weights, expert_map=expert_map, weight_on_input=weight_on_input
+        x,
+        weights,
+        topk_ids,
+        topk_weights,
+        expert_map=expert_map,
+        weight_on_input=weight_on_input,
+        activation=arithmetic_of(activation, x, weights),
     )
 
 
@@ -97,9 +109,10 @@ def _(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     expert_map: torch.Tensor | None,
-    *held: torch.Tensor | int | bool | None,
+    *held: torch.Tensor | int | bool | str | None,
 ) -> torch.Tensor:
-    *layer, _weight_on_input = held
+    *layer, _weight_on_input, activation = held
+    check_activation(activation, x)
     check_arguments(x, _layer_weights(*layer), topk_ids, topk_weights, expert_map)
     return x.new_empty(x.shape)
 

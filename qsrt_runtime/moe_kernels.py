@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 from qsrt_runtime.arguments import check_arguments
+from qsrt_runtime.arithmetic import arithmetic_of
 from qsrt_runtime.moe_decode import MANY_ROWS, moe_decode
 from qsrt_runtime.moe_prefill import moe_prefill
 from qsrt_runtime.weights import LayerWeights
@@ -31,15 +32,17 @@ def moe_forward_kernels(
     *,
     expert_map: torch.Tensor | None = None,
     weight_on_input: bool = False,
+    activation: str = "auto",
     workspace: Workspace | None = None,
 ) -> torch.Tensor:
     """As moe_forward_reference, of tokens in any number and layout, float16 or bfloat16.
 
     By moe_decode up to FEW_TOKENS, and of a layer as stored up to FEW_ROWS rows of an expert on
-    average; else by moe_prefill.   workspace: the caller's; calls that it has room for go by
-    moe_decode, others have one of their own.
+    average; else by moe_prefill, which has no "a8".   workspace: the caller's; calls that it has
+    room for go by moe_decode, others have one of their own.
     """
     check_arguments(x, layer, topk_ids, topk_weights, expert_map)
+    arithmetic = arithmetic_of(activation, x, layer)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tokens, topk = topk_ids.shape
     if not tokens or not topk:
@@ -48,6 +51,8 @@ def moe_forward_kernels(
     if workspace is None or tokens > workspace.tokens or topk > workspace.topk:
         forward, workspace = _forward_of(layer, tokens, topk, x)
     options = {"expert_map": expert_map, "weight_on_input": weight_on_input}
+    if forward is moe_decode:
+        options["activation"] = arithmetic
     if expert_map is not None:
         options["expert_map"] = expert_map.contiguous()
     whole = (x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous(), out)

@@ -13,6 +13,7 @@ from qsrt_runtime.format.geometry import RECORD
 from qsrt_runtime.format.manifest import ACTIVATIONS, SITU_BETA, SITU_LINEAR_BETA
 from qsrt_runtime.format.rotation import rotate
 from qsrt_runtime.format.slab import unpack_expert
+from qsrt_runtime.mxfp8 import dequantize_rows, quantize_rows
 from qsrt_runtime.weights import LayerWeights
 
 
@@ -25,6 +26,7 @@ def moe_forward_reference(
     *,
     expert_map: torch.Tensor | None = None,
     weight_on_input: bool = False,
+    activation: str = "a16",
 ) -> torch.Tensor:
     """The routed experts' output, each row's contributions summed in float32.
 
@@ -35,11 +37,16 @@ def moe_forward_reference(
     layer's expert, or -1 for one that is owned elsewhere.
     weight_on_input: a route's weight multiplies its row before the first product instead of its
     result after the last, for any k.
+    activation: "a16" rounds nothing; "a8" takes both products' rows as mxfp8 makes them of the
+    rotated ones (W4A8). A row is then made once for all its routes, and weight_on_input multiplies
+    what the first product gives.
     Returns [T, width] in x's dtype, without a gradient: the whole sum, or the share of the layer's
     pairs in it when the layer holds only some.
-    Raises ValueError for shapes, devices or ids that do not fit, TypeError for dtypes,
-    FormatError for an expert that this version does not run (X4T).
+    Raises ValueError for shapes, devices, ids or an activation that do not fit, TypeError for
+    dtypes, FormatError for an expert that this version does not run (X4T).
     """
+    if activation not in ("a16", "a8"):
+        raise ValueError(f"activation is {activation!r}, expected 'a16' or 'a8'")
     check_types(x=x)
     x = padded_rows(x, layer)
     check_arguments(x, layer, topk_ids, topk_weights, expert_map)
@@ -49,7 +56,7 @@ def moe_forward_reference(
         check_ids(expert_map, experts, "expert_map")
         topk_ids = torch.cat([expert_map, expert_map.new_tensor([-1])])[topk_ids]  # the last for -1
     with torch.autocast(x.device.type, enabled=False):
-        out = _forward(x, layer, topk_ids, topk_weights, weight_on_input)
+        out = _forward(x, layer, topk_ids, topk_weights, weight_on_input, activation == "a8")
     return out[:, : layer.width].contiguous() if layer.hidden_padding else out
 
 
@@ -59,6 +66,7 @@ def _forward(
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor,
     weight_on_input: bool,
+    a8: bool,
 ) -> torch.Tensor:
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in topk_ids.unique().tolist():
@@ -68,18 +76,33 @@ def _forward(
         weights = topk_weights[rows, choices].float()[:, None]
         coded = unpack_expert(layer, expert)
         activation = ACTIVATIONS[int(layer.activations[expert])]
-        if weight_on_input:
-            y = expert_forward_reference(x[rows].float() * weights, coded, activation)
+        given = x[rows].float()
+        if not weight_on_input:
+            y = expert_forward_reference(given, coded, activation, a8=a8) * weights
+        elif a8:
+            y = expert_forward_reference(given, coded, activation, a8=True, factors=weights)
         else:
-            y = expert_forward_reference(x[rows].float(), coded, activation) * weights
+            y = expert_forward_reference(given * weights, coded, activation)
         out.index_add_(0, rows, y)
     return out.to(x.dtype)
 
 
-def expert_forward_reference(x: torch.Tensor, expert: Expert, activation: str) -> torch.Tensor:
-    """One expert, or some of its pairs, on rows x [n, H] float32 -> [n, H] float32."""
-    gate, up = matmul_reference(x, expert.w1, "out"), matmul_reference(x, expert.w3, "out")
-    return matmul_reference(activation_reference(activation, gate, up), expert.w2, "in")
+def expert_forward_reference(
+    x: torch.Tensor,
+    expert: Expert,
+    activation: str,
+    *,
+    a8: bool = False,
+    factors: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One expert, or some of its pairs, on rows x [n, H] float32 -> [n, H] float32.
+
+    a8: the products take quantized rows.   factors: [n, 1], of gate and up, or None.
+    """
+    gate, up = (matmul_reference(x, m, "out", a8=a8) for m in (expert.w1, expert.w3))
+    if factors is not None:
+        gate, up = gate * factors, up * factors
+    return matmul_reference(activation_reference(activation, gate, up), expert.w2, "in", a8=a8)
 
 
 def activation_reference(name: str, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -90,9 +113,16 @@ def activation_reference(name: str, gate: torch.Tensor, up: torch.Tensor) -> tor
     return gate * (SITU_LINEAR_BETA * torch.tanh(up / SITU_LINEAR_BETA))
 
 
-def matmul_reference(x: torch.Tensor, matrix: Matrix, rate_axis: str) -> torch.Tensor:
-    """x W for x [n, K] float32: ((((x * suh) B) T) B) * svh, record by record -> [n, N]."""
+def matmul_reference(
+    x: torch.Tensor, matrix: Matrix, rate_axis: str, *, a8: bool = False
+) -> torch.Tensor:
+    """x W for x [n, K] float32: ((((x * suh) B) T) B) * svh, record by record -> [n, N].
+
+    a8: T's rows are quantized, see mxfp8.
+    """
     rotated = rotate(x * matrix.suh.to(x.device).float())
+    if a8:
+        rotated = dequantize_rows(*quantize_rows(rotated))
     if rate_axis == "out":
         parts = [rotated @ record_tiles(r.to(x.device), "out") for r in matrix.records]
         product = torch.cat(parts, dim=1)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from qsrt_runtime.format.geometry import Geometry
+from qsrt_runtime.mxfp8 import BLOCK
 
 MAX_TOKENS = 1024  # of one call of moe_decode
 FEW_TOKENS = 16  # whose routes are mapped without atomics, and who may go in one launch
@@ -22,6 +23,7 @@ class Workspace:
     """Buffers of moe_decode, the caller's; one call at a time uses them.
 
     rotated: [2 R, H], middle: [R, I], of the rows' type, tiles in fragment order; R = tokens topk.
+    W4A8 has bytes there, see quantized.
     partial: [2, n] float32, sums [parts, places, COLUMNS] of what one program made of one tile; the
     fused way has gate and up in the first half and down in the second, others use it as one.
     counts: [2] int32, blocks of routes, and ids that name no expert and are not -1.
@@ -51,6 +53,20 @@ class Workspace:
     def invalid_routes(self) -> int:
         """Ids of the last call that named no expert and were not -1. Waits for the device."""
         return int(self.counts[1])
+
+
+def quantized(rows: torch.Tensor, kind: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where W4A8 has its rows, in the memory of W4A16's.
+
+    rows: [n, K], a workspace's rotated or middle.   kind: torch.uint8, E4M3 bytes [n, K] and
+    exponents [n, K / 32]; or torch.bfloat16, the numbers that they stand for [n, K], twice: the
+    same but for steps below 2^-133.
+    """
+    if kind != torch.uint8:
+        return rows.view(kind), rows.view(kind)
+    memory, count = rows.view(torch.uint8).flatten(), rows.numel()
+    exponents = memory[count : count + count // BLOCK]
+    return memory[:count].view(rows.shape), exponents.view(len(rows), -1)
 
 
 def make_workspace(

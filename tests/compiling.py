@@ -5,7 +5,9 @@ A process of its own runs it: in the tests' own, Triton may be the interpreter.
 
 import json
 import re
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -29,6 +31,8 @@ from qsrt_runtime.ops.expert_gemm.kernel import plain_kernel
 from qsrt_runtime.ops.fused.kernel import fused_kernel
 from qsrt_runtime.ops.fused.product import ptx
 from qsrt_runtime.ops.fused.product.kernel import product_kernel
+from qsrt_runtime.ops.fused.product.quantized import ptx as quantized_ptx
+from qsrt_runtime.ops.fused.product.quantized.kernel import quantized_kernel
 from qsrt_runtime.ops.fused.product.wide.kernel import wide_kernel
 from qsrt_runtime.ops.group.kernel import group_kernel
 from qsrt_runtime.ops.grouped_gemm import tiles
@@ -37,11 +41,12 @@ from qsrt_runtime.ops.grouped_gemm.ptx import convert
 from qsrt_runtime.ops.label_gemm import ptx as labels_ptx
 from qsrt_runtime.ops.label_gemm.kernel import label_gemm_kernel
 from qsrt_runtime.ops.prepare.kernel import prepare_kernel
+from qsrt_runtime.ops.warps.ptx import copy
 
 GEOMETRY = Geometry(1024, 512, 64)
 TYPES = {
     **dict.fromkeys(("x", "labels", "rotated"), "*bf16"),
-    **dict.fromkeys(("codes", "activations"), "*u8"),
+    **dict.fromkeys(("codes", "activations", "exponents"), "*u8"),
     "scales": "*fp16",
     "partial": "*fp32",
     "weights": "*fp32",
@@ -65,7 +70,16 @@ COMMON = {
     "WEIGH": True,
     "PARTS": 2,
     "PLACES": 8,
+    "QUANTIZED": False,
 }
+CAPABILITIES = {  # others' are 80 and 90
+    **dict.fromkeys(("product", "wide", "fused"), (90,)),
+    **dict.fromkeys(("expand_warps", "expand_warps_uniform"), (90,)),
+    **dict.fromkeys(("prepare_a8", "activate_a8", "plain_a8"), (89, 90)),
+    **dict.fromkeys(("prepare_a8_numbers", "activate_a8_numbers"), (90,)),
+    **dict.fromkeys(("quantized", "quantized_down"), (89, 90)),
+}
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 GEMM = {"TILES": 2, "STEPS": 16, "DIVISOR": 1, "DOWN": False}
 KERNELS = {
     "prepare": (prepare_kernel, {"INPUTS": 2, "BLOCKS": 2, "ROUTES": 256}, {}, 4),
@@ -182,6 +196,48 @@ KERNELS = {
         {"out": "*fp32", "weights": "*i32"},
         32,
     ),
+    "prepare_a8": (
+        prepare_kernel,
+        {"INPUTS": 2, "BLOCKS": 2, "ROUTES": 256, "QUANTIZED": True},
+        {"rotated": "*u8"},
+        4,
+    ),
+    "activate_a8": (
+        activate_kernel,
+        {"BETA": 4.0, "LINEAR_BETA": 25.0, "QUANTIZED": True},
+        {"out": "*u8", "slab": "*u8"},
+        4,
+    ),
+    "prepare_a8_numbers": (
+        prepare_kernel,
+        {"INPUTS": 2, "BLOCKS": 2, "ROUTES": 256, "QUANTIZED": True},
+        {},
+        4,
+    ),
+    "activate_a8_numbers": (
+        activate_kernel,
+        {"BETA": 4.0, "LINEAR_BETA": 25.0, "QUANTIZED": True},
+        {"out": "*bf16", "slab": "*u8"},
+        4,
+    ),
+    "plain_a8": (
+        plain_kernel,
+        {**GEMM, "UNIFORM": False, "WIDTH": 128},
+        {"out": "*fp32", "x": "*u8", "labels": "*u8"},
+        8,
+    ),
+    "quantized": (
+        quantized_kernel,
+        GEMM,
+        {"out": "*fp32", "x": "*u8", "labels": "*u8"},
+        32,
+    ),
+    "quantized_down": (
+        quantized_kernel,
+        {**GEMM, "DOWN": True, "STEPS": 8},
+        {"out": "*fp32", "x": "*u8", "labels": "*u8"},
+        32,
+    ),
     "fused": (
         fused_kernel,
         {
@@ -194,13 +250,13 @@ KERNELS = {
     ),
 }
 
-SM_90 = ("product", "wide", "fused", "expand_warps", "expand_warps_uniform")
-
 
 def compiled(name: str, capability: int) -> dict[str, object]:
     """Shared memory, registers' spills and stores to shared memory of one kernel."""
     kernel, constants, types, warps = KERNELS[name]
-    constants = COMMON | constants | {"PDL": capability >= 90}
+    labels = quantized_ptx.LABELS.get(divmod(capability, 10), 0)
+    by_bytes = {"COPY": copy(labels), "STEP": quantized_ptx.step(4, labels)}
+    constants = COMMON | by_bytes | constants | {"PDL": capability >= 90}
     names = kernel.arg_names
     types = {"slab": "*i32"} | TYPES | types
     signature = {}
@@ -224,10 +280,25 @@ def compiled(name: str, capability: int) -> dict[str, object]:
         "shared": found.metadata.shared,
         "stores": len(re.findall(r"\bst\.shared", text)),
         "layouts": found.asm["ttgir"].count("convert_layout"),
+        "e4m3": len(re.findall(r"mma\.sync\S*\.e4m3\.e4m3", text)),
+        "flushes": len(re.findall(r"\b(?:add|sub|mul|fma|max|min)\.\S*ftz", text)),
+        "stack": stack(found.asm["cubin"]),
     }
+
+
+def stack(cubin: bytes) -> int | None:
+    """Bytes of a thread's registers that lie in memory; None where Triton has no cuobjdump."""
+    if not CUOBJDUMP.is_file():
+        return None
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [CUOBJDUMP, "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", usage)[1])
 
 
 if __name__ == "__main__":
     for name in KERNELS:
-        for capability in (90,) if name in SM_90 else (80, 90):
+        for capability in CAPABILITIES.get(name, (80, 90)):
             sys.stdout.write(json.dumps(compiled(name, capability)) + "\n")

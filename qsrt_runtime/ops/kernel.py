@@ -9,10 +9,12 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from qsrt_runtime import workspace
+from qsrt_runtime.mxfp8 import LARGEST
 
 PLACES = tl.constexpr(workspace.PLACES)  # the columns of a tensor core's B fragment
 COLUMNS = tl.constexpr(workspace.COLUMNS)  # 32 strips of 16
 STATES = tl.constexpr(65536)  # of a trellis
+_SCALE = tl.constexpr(1 / LARGEST)
 INTERPRETED = triton.knobs.runtime.interpret  # kernels run on CPU tensors
 
 
@@ -144,12 +146,63 @@ def activate(gate, up, is_situ, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr):
 
 
 @triton.jit
+def quantize(x):
+    """Blocks [N, 32] float32 to E4M3 bytes [N, 32] and exponents [N], uint8; see mxfp8.
+
+    By integers, which no type or mode of a GPU changes.
+    """
+    bits = x.to(tl.int32, bitcast=True)
+    sizes = bits & 0x7FFFFFFF
+    largest = tl.max(sizes, 1).to(tl.float32, bitcast=True) * _SCALE
+    largest = tl.minimum(largest.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0x7F800000)
+    exponents = (largest + 0x7FFFFF) >> 23
+    inverse = (tl.maximum(254 - exponents, 0) << 23).to(tl.float32, bitcast=True)
+    value = sizes.to(tl.float32, bitcast=True) * inverse[:, None]
+    size = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    # Three bits of the mantissa are left, and 7 of the exponent's 127; below 2^-6 steps of 2^-9.
+    normal = tl.minimum(((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960, 126)
+    small = (value + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    number = tl.where(size < 0x3C800000, small, normal)
+    number = tl.where(size > 0x7F800000, 127, number)
+    number |= (bits >> 24) & 128
+    return number.to(tl.uint8), exponents.to(tl.uint8)
+
+
+@triton.jit
+def power_of_two(exponent):
+    """What an exponent of quantize stands for; 0 where it is 0, as all its numbers are."""
+    return (exponent.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e4m3_numbers(labels):
+    """E4M3 bytes as float32."""
+    bits = labels.to(tl.int32)
+    bits = ((bits & 128) << 24) | ((bits & 127) << 20)
+    return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+
+
+@triton.jit
+def store_quantized(x, out, order, exponents, place, mask, is_block, SIZE: tl.constexpr):
+    """Rows' channels [SIZE] float32 as MXFP8: where out is of bytes as such, at out + order, and an
+    exponent for each 32 at exponents + place; else the numbers that they stand for, in out's type.
+    """
+    found, power = quantize(tl.reshape(x, (SIZE // 32, 32)))
+    if out.dtype.element_ty == tl.uint8:
+        tl.store(exponents + place, power, mask=is_block)
+    else:
+        found = (e4m3_numbers(found) * power_of_two(power)[:, None]).to(out.dtype.element_ty)
+    tl.store(out + order, tl.reshape(found, (SIZE,)), mask=mask)
+
+
+@triton.jit
 def rotate_rows(
     x,
     scales,
     ids,
     expert_map,
     out,
+    exponents,
     row,
     part,
     num_rows,
@@ -163,10 +216,11 @@ def rotate_rows(
     BLOCKS: tl.constexpr,
     HAS_MAP: tl.constexpr,
     BY_WORD: tl.constexpr,
+    QUANTIZED: tl.constexpr,
 ):
     """Rotate some blocks of a row by the scales of gate and, where INPUTS is 2, of up.
 
-    BY_WORD: in word order, else in fragment order.
+    BY_WORD: in word order, else in fragment order.   QUANTIZED: see store_quantized.
     """
     channel = part * BLOCKS * 128 + tl.arange(0, BLOCKS * 128)
     order = in_word_order(channel) if BY_WORD else in_fragment_order(channel)
@@ -183,9 +237,19 @@ def rotate_rows(
         suh = scales + (matrix * SCALE_ROWS + expert).to(tl.int64) * HIDDEN
         scaled = value.to(tl.float32) * tl.load(suh + channel, mask=mask, other=0).to(tl.float32)
         rotated = rotate(tl.reshape(scaled, (BLOCKS, 128)), BLOCKS)
-        rotated = tl.reshape(rotated, (BLOCKS * 128,)).to(out.dtype.element_ty)
-        target = out + (matrix * num_rows + row).to(tl.int64) * HIDDEN
-        tl.store(target + order, rotated, mask=mask)
+        rotated = tl.reshape(rotated, (BLOCKS * 128,))
+        first = (matrix * num_rows + row).to(tl.int64) * HIDDEN
+        if QUANTIZED:
+            block = part * BLOCKS * 4 + tl.arange(0, BLOCKS * 4)
+            is_block = block < HIDDEN // 32
+            if BY_ROUTE:
+                is_block &= expert >= 0
+            store_quantized(
+                rotated, out + first, order, exponents + first // 32, block, mask, is_block,
+                BLOCKS * 128,
+            )  # fmt: skip
+        else:
+            tl.store(out + first + order, rotated.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -267,12 +331,14 @@ def middle_scales(
 
 @triton.jit
 def store_middle(
-    gate, up, gate_scale, up_scale, down_scale, is_situ, out,
-    BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, BY_WORD: tl.constexpr,
+    gate, up, gate_scale, up_scale, down_scale, is_situ, out, exponents,
+    BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, BY_WORD: tl.constexpr, QUANTIZED: tl.constexpr,
 ):  # fmt: skip
     """From a pair's sums of gate and up, [256] each, to what down receives of it, at out.
 
     A slot's 32 channels after one another, in word order where BY_WORD, else in fragment order.
+    QUANTIZED: see store_quantized. 32 channels of a record, two slots', have an exponent; that of
+    the low record's and that of the high one's, of two slots each, stand after one another.
     """
     gate = tl.reshape(rotate(tl.reshape(gate, (2, 128)), 2), (256,)) * gate_scale
     up = tl.reshape(rotate(tl.reshape(up, (2, 128)), 2), (256,)) * up_scale
@@ -282,7 +348,12 @@ def store_middle(
     side, slot, inside = channel // 128, channel // 16 % 8, channel % 16
     place = slot * 32 + side * 16 + inside
     order = in_word_order(place) if BY_WORD else in_fragment_order(place)
-    tl.store(out + order, middle.to(out.dtype.element_ty))
+    if QUANTIZED:
+        block = tl.arange(0, 8)
+        place = (block & 3) * 2 + (block >> 2)
+        store_quantized(middle, out, order, exponents, place, channel >= 0, block >= 0, 256)
+    else:
+        tl.store(out + order, middle.to(out.dtype.element_ty))
 
 
 @triton.jit

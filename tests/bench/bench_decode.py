@@ -1,11 +1,12 @@
 """Decoding a few tokens: moe_decode against a bfloat16 layer of the same shape, in one run.
 
     python tests/bench/bench_decode.py [--shapes fruit,qwen30b,glm,mixtral] [--tokens 1,2,4,8,16]
-                                       [--variants]
+                                       [--variants] [--a8]
 
 Layers of random words. Every figure is the median of CUDA graph replays over several sets of
 inputs, whose experts together are larger than L2, in microseconds a layer. Both sides take hidden
-states, ids and weights. Each shape is first checked against the reference.
+states, ids and weights. Each shape is first checked against the reference. --a8 times W4A8, by each
+product that this GPU has for it, beside W4A16.
 """
 
 import argparse
@@ -26,8 +27,11 @@ from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.moe_decode import moe_decode
 from qsrt_runtime.moe_reference import moe_forward_reference
 from qsrt_runtime.ops import fused
+from qsrt_runtime.ops.expert_gemm import expert_gemm
 from qsrt_runtime.ops.fused import product
 from qsrt_runtime.ops.fused.product import ptx
+from qsrt_runtime.ops.fused.product.quantized import quantized_product
+from qsrt_runtime.ops.fused.product.quantized.ptx import LABELS
 from qsrt_runtime.weights import LayerWeights, traits_of
 from qsrt_runtime.workspace import Workspace, make_workspace
 
@@ -109,30 +113,44 @@ def graph_us(calls: list[Call], repeats: int = REPEATS) -> float:
 
 
 def check(
-    layer: LayerWeights, topk: int, workspace: Workspace, tokens: int, dtype: torch.dtype
+    layer: LayerWeights,
+    topk: int,
+    workspace: Workspace,
+    tokens: int,
+    dtype: torch.dtype,
+    activation: str = "a16",
 ) -> float:
-    """Relative error against the reference in float32; and two calls are the same to the bit."""
+    """Relative error against the reference in float32; and two calls are the same to the bit.
+
+    Of "a8" against the reference with quantized rows.
+    """
     ids, weights = routings(tokens, layer.geometry.experts, topk, 1)[0]
     x = torch.randn(tokens, layer.geometry.hidden, device=DEVICE, dtype=dtype)
     for value in (workspace.rotated, workspace.middle, workspace.partial):
         value.fill_(float("nan"))
-    outs = [moe_decode(x, layer, ids, weights, workspace, torch.empty_like(x)) for _ in range(2)]
+    options = {"activation": activation}
+    outs = [torch.empty_like(x) for _ in range(2)]
+    for out in outs:
+        moe_decode(x, layer, ids, weights, workspace, out, **options)
     if not torch.equal(*outs):
         raise SystemExit("two calls differ")
-    expected = moe_forward_reference(x.float(), layer, ids, weights)
+    expected = moe_forward_reference(x.float(), layer, ids, weights, **options)
     error = ((outs[0].float() - expected).norm() / expected.norm()).item()
     if not error < 4.4e-3:
         raise SystemExit(f"{tokens} tokens: relative error {error:.2e}")
     return error
 
 
-def calls_of(layer: LayerWeights, topk: int, workspace: Workspace, tokens: int) -> list[Call]:
+def calls_of(
+    layer: LayerWeights, topk: int, workspace: Workspace, tokens: int, activation: str = "a16"
+) -> list[Call]:
     sets = max(2, min(16, 64 // tokens))
     calls = []
     for ids, weights in routings(tokens, layer.geometry.experts, topk, sets):
         x = torch.randn(tokens, layer.geometry.hidden, device=DEVICE, dtype=torch.bfloat16)
         out = torch.empty_like(x)
-        calls.append(lambda x=x, i=ids, w=weights, o=out: moe_decode(x, layer, i, w, workspace, o))
+        arguments = (x, layer, ids, weights, workspace, out)
+        calls.append(partial(moe_decode, *arguments, activation=activation))
     return calls
 
 
@@ -211,6 +229,32 @@ def bench_variants(name: str, tokens: list[int]) -> None:
         say(f"{name:8} M={count:<2} " + ", ".join(found))
 
 
+def bench_a8(name: str, tokens: list[int]) -> None:
+    """What arithmetic.QUICKER and moe_decode.a8_product are to say."""
+    hidden, intermediate, experts, topk = SHAPES[name]
+    layer = random_layer(Geometry(hidden, intermediate, experts))
+    workspace = make_workspace(layer.geometry, topk, 16, torch.bfloat16, DEVICE)
+    chosen = decode.a8_product(layer, DEVICE)
+    ways = {"bytes, plain": (expert_gemm, torch.uint8)}
+    if decode.ways(DEVICE)[0]:
+        ways["numbers in bfloat16"] = (product.product, torch.bfloat16)
+    if torch.cuda.get_device_capability() in LABELS:
+        ways["bytes by warps"] = (quantized_product, torch.uint8)
+    for count in tokens:
+        us = graph_us(calls_of(layer, topk, workspace, count))
+        found = [f"W4A16 {us:.1f} us"]
+        with patch.object(fused, "MAX_WEIGHTS", 0):
+            us = graph_us(calls_of(layer, topk, workspace, count))
+        found.append(f"in several launches {us:.1f}")
+        for what, way in ways.items():
+            with patch.object(decode, "a8_product", lambda *_, way=way: way):
+                error = check(layer, topk, workspace, count, torch.bfloat16, "a8")
+                us = graph_us(calls_of(layer, topk, workspace, count, "a8"))
+            is_chosen = " (chosen)" if way == chosen else ""
+            found.append(f"W4A8 by {what}{is_chosen} {us:.1f}, error {error:.2e}")
+        say(f"{name:8} M={count:<2} " + ", ".join(found))
+
+
 def say(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
@@ -221,12 +265,15 @@ def main() -> None:
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--tokens", default="1,2,4,8,16")
     parser.add_argument("--variants", action="store_true")
+    parser.add_argument("--a8", action="store_true", help="W4A8 beside W4A16")
     parser.add_argument("--compile", action="store_true", help="run everything once, untimed")
     arguments = parser.parse_args()
     tokens = [int(count) for count in arguments.tokens.split(",")]
     for name in arguments.shapes.split(","):
         if arguments.compile:
             compile_all(name)
+        elif arguments.a8:
+            bench_a8(name, tokens)
         elif arguments.variants:
             bench_variants(name, tokens)
         else:

@@ -19,8 +19,11 @@ from qsrt_runtime import moe_prefill as prefill
 from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.moe_reference import moe_forward_reference
 from qsrt_runtime.ops import fused
+from qsrt_runtime.ops.expert_gemm import expert_gemm
+from qsrt_runtime.ops.fused.product import product
+from qsrt_runtime.ops.fused.product.quantized import quantized_product
 from qsrt_runtime.weights import LayerWeights
-from qsrt_runtime.workspace import make_prefill_workspace
+from qsrt_runtime.workspace import FEW_TOKENS, make_prefill_workspace
 
 # Weights up to which there is one launch, by warps, dependent launches.
 WAYS = ((1 << 27, (True, True)), (0, (True, True)), (0, (False, False)))
@@ -37,6 +40,22 @@ def check_decode(layer: LayerWeights, tokens: int) -> None:
         workspace = poisoned(layer, 3, BFLOAT, max(tokens, 16))
         decode.moe_decode(x, layer, ids, weights, workspace, out)
         if not error(out, expected) < BOUND[BFLOAT]:
+            raise SystemExit("wrong")
+
+
+def check_a8(layer: LayerWeights, tokens: int) -> None:
+    """By each product of quantized rows that an sm_90 has."""
+    x, ids, weights = inputs(layer, tokens, 3, BFLOAT)
+    ids[-1, 1] = -1
+    expected = moe_forward_reference(x.float(), layer, ids, weights, activation="a8")
+    ways = [(product, BFLOAT), (expert_gemm, torch.uint8)]
+    if layer.traits.uniform:
+        ways.append((quantized_product, torch.uint8))
+    for way in ways:
+        decode.a8_product = lambda *_, way=way: way
+        out, workspace = torch.empty_like(x), poisoned(layer, 3, BFLOAT)
+        decode.moe_decode(x, layer, ids, weights, workspace, out, activation="a8")
+        if not error(out, expected) < 3e-3:
             raise SystemExit("wrong")
 
 
@@ -59,6 +78,9 @@ def main() -> None:
         layer = random_layer(Geometry(640, 512, 5), device, codes=codes, sides=sides)
         for tokens in (1, 11, 40):  # the last in blocks of 32 places where all pairs are of 3 bits
             check_decode(layer, tokens)
+            decode.ways = lambda _device: (True, True)
+            if tokens <= FEW_TOKENS:
+                check_a8(layer, tokens)
         check_prefill(layer, 70)
     torch.cuda.synchronize()
     sys.stdout.write("checked\n")

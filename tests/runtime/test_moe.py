@@ -29,13 +29,13 @@ def batch():
     return x, ids, weights
 
 
-def arguments(layer, x, ids, weights, expert_map=None, weight_on_input=False):
+def arguments(layer, x, ids, weights, expert_map=None, weight_on_input=False, activation="auto"):
     """The operator's own arguments."""
     held = (layer.atoms, layer.format_codes, layer.shared_scales, layer.activations)
     held += (layer.labels,)
     place = (layer.layer, layer.slots.start, layer.geometry.intermediate)
     traits = (layer.traits.inputs, layer.traits.uniform)
-    return (x, ids, weights, expert_map, *held, *place, *traits, weight_on_input)
+    return (x, ids, weights, expert_map, *held, *place, *traits, weight_on_input, activation)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -45,6 +45,63 @@ def test_operator_keeps_torchs_rules(layer, batch, dtype, mapped):
     expert_map = torch.tensor([3, -1, 0, 1], dtype=torch.int32) if mapped else None
     wanted = arguments(layer, x.to(dtype), ids, weights, expert_map, weight_on_input=mapped)
     torch.library.opcheck(torch.ops.qsrt.moe_forward.default, wanted)
+
+
+@pytest.fixture
+def stored(layer):
+    if layer.labels is not None:
+        pytest.skip("an expanded layer has no a8")
+    return layer
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_operator_with_quantized_rows(stored, batch, dtype):
+    x, ids, weights = batch
+    wanted = arguments(stored, x.to(dtype), ids, weights, activation="a8")
+    torch.library.opcheck(torch.ops.qsrt.moe_forward.default, wanted)
+
+
+def test_activations(stored, batch):
+    x, ids, weights = batch
+    x = x.half()
+    found = {a: moe_forward(x, stored, ids, weights, activation=a) for a in ("a16", "a8", "auto")}
+    for name in ("a16", "a8"):
+        expected = moe_forward_reference(x, stored, ids, weights, activation=name)
+        assert torch.equal(found[name], expected)
+    assert torch.equal(found["auto"], found["a16"])  # on a CPU
+    assert not torch.equal(found["a8"], found["a16"])
+    assert torch.equal(moe_forward(x, stored, ids, weights), found["auto"])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tokens", "activation", "message"),
+    [
+        (torch.float32, 4, "a8", "'a8' takes float16 or bfloat16 rows, x is torch.float32"),
+        (torch.float16, 17, "a8", "'a8' takes up to 16 tokens, x has 17"),
+        (torch.float16, 4, "fp8", "activation is 'fp8', expected 'a16', 'a8' or 'auto'"),
+    ],
+)
+def test_refused_activations(layer, dtype, tokens, activation, message):
+    x, ids = torch.ones(tokens, HIDDEN, dtype=dtype), torch.zeros(tokens, 2, dtype=torch.int64)
+
+    def forward(x):
+        return moe_forward(x, layer, ids, torch.ones(tokens, 2), activation=activation)
+
+    with pytest.raises(ValueError, match=message):
+        forward(x)
+    compiled = torch.compile(forward, fullgraph=True, backend="aot_eager", dynamic=False)
+    with pytest.raises(Exception, match=message):
+        compiled(x)
+
+
+def test_quantized_rows_compile(stored, batch):
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def forward(x, ids, weights):
+        return moe_forward(x, stored, ids, weights, activation="a8")
+
+    x, ids, weights = batch
+    expected = moe_forward(x.half(), stored, ids, weights, activation="a8")
+    assert torch.equal(forward(x.half(), ids, weights), expected)
 
 
 def test_is_the_reference(layer, batch):

@@ -28,8 +28,14 @@ from qsrt_runtime.moe_decode import moe_decode
 from qsrt_runtime.moe_kernels import decodes, moe_forward_kernels
 from qsrt_runtime.moe_reference import moe_forward_reference
 from qsrt_runtime.ops import fused
+from qsrt_runtime.ops.expert_gemm import expert_gemm
+from qsrt_runtime.ops.fused.product import product
+from qsrt_runtime.ops.fused.product.quantized import quantized_product
+from qsrt_runtime.ops.fused.product.quantized.ptx import LABELS
 from qsrt_runtime.weights import LayerWeights, Traits, traits_of
 from qsrt_runtime.workspace import make_workspace
+
+ACTIVATIONS = ["a16", "a8"]
 
 
 def run(x, layer, ids, weights, workspace=None, **options):
@@ -95,8 +101,8 @@ def test_any_number_of_tokens(name, dtype, tokens):
     check(*inputs_of(layer, tokens, dtype))
 
 
-def inputs_of(layer, tokens, dtype):
-    x, ids, weights = inputs(layer, tokens, 3, dtype)
+def inputs_of(layer, tokens, dtype, topk=3):
+    x, ids, weights = inputs(layer, tokens, topk, dtype)
     return x, layer, ids, weights
 
 
@@ -370,6 +376,109 @@ def test_workspaces_are_the_same_whatever_the_default_type_is():
     assert workspace.partial.dtype == torch.float32
 
 
+def check_a8(x, layer, ids, weights, **options):
+    """Against the reference with quantized rows, and without."""
+    found = run(x, layer, ids, weights, activation="a8", **options)
+    options.pop("workspace", None)
+    arguments = (x.float(), layer, ids, weights)
+    assert error(found, moe_forward_reference(*arguments, activation="a8", **options)) < 3e-3
+    assert 1e-2 < error(found, moe_forward_reference(*arguments, **options)) < 5.5e-2
+    return found
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+@pytest.mark.parametrize("sides", ["one", "two", "expert"])
+@pytest.mark.parametrize(
+    ("geometry", "codes"),
+    [(SMALL, None), (Geometry(640, 768, 2), [0x11, 0x02])],
+    ids=["small", "wide"],
+)
+def test_quantized_rows_are_the_reference(name, dtype, sides, geometry, codes):
+    layer = random_layer(geometry, place(name), codes=codes, sides=sides)
+    check_a8(*inputs_of(layer, 3, dtype, 2))
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+@pytest.mark.parametrize("tokens", [1, 2, 16])
+def test_quantized_rows_of_any_number_of_tokens(name, dtype, tokens):
+    layer = random_layer(SMALL, place(name))
+    x, _, ids, weights = inputs_of(layer, tokens, dtype)
+    found = check_a8(x, layer, ids, weights)
+    assert torch.equal(found, run(x, layer, ids, weights, activation="a8"))  # RT-9a
+    check_a8(x, layer, ids, 4 * weights, weight_on_input=True)  # RT-8b
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+def test_quantized_rows_without_an_expert(name, dtype):  # RT-1a, RT-1b, RT-1c, RT-3a, RT-3b
+    layer = random_layer(SMALL, place(name))
+    x, ids, weights = inputs(layer, 4, 3, dtype)
+    ids[1, 2], ids[3] = -1, -1
+    weights[1, 2], weights[3] = float("nan"), float("nan")
+    found = run(x, layer, ids, weights, activation="a8")
+    assert not found[3].any()
+    kept = run(x[:3], layer, ids[:3], weights[:3], activation="a8")
+    assert torch.equal(found[:3], kept)
+    assert not run(x, layer, torch.full_like(ids, -1), weights, activation="a8").any()
+    everywhere = torch.tensor([-1, 4, 2, -1, 0, 1, 3], device=ids.device)
+    places = torch.tensor([[1, 3, 0], [6, 2, 4], [5, 4, 2], [0, 0, 3]], device=ids.device)
+    options = {"activation": "a8", "expert_map": everywhere}
+    weights = weights.nan_to_num(0.5)
+    mapped = run(x, layer, places, weights, **options)
+    assert torch.equal(mapped, run(x, layer, everywhere[places], weights, activation="a8"))
+    check_a8(x, layer, torch.full_like(ids, 3), weights)
+    assert run(x[:0], layer, ids[:0], weights[:0], activation="a8").shape == (0, 128)
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+def test_quantized_zeros_and_small_blocks(name, dtype):  # RT-10
+    layer = random_layer(SMALL, place(name), sides="two")
+    x, ids, weights = inputs(layer, 4, 2, dtype)
+    x[0], x[1] = 0, -0.0
+    x[2, 1:] = 0
+    x[3] *= 2.0**-14
+    found = run(x, layer, ids, weights, activation="a8")
+    assert not found[:2].any()
+    expected = moe_forward_reference(x.float(), layer, ids, weights, activation="a8")
+    assert error(found[2:3], expected[2:3]) < 3e-3
+    assert torch.allclose(found[3].float(), expected[3], rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+def test_ranks_of_quantized_rows_add_up(name, dtype):  # RT-11a
+    geometry, device = Geometry(128, 768, 3), place(name)
+    whole = random_layer(geometry, device, codes=[0x11, 0, 0x02])
+    x, ids, weights = inputs(whole, 2, 2, dtype)
+    shares = [range(0, 16), range(16, 24)]
+    layers = [random_layer(geometry, device, codes=[0x11, 0, 0x02], slots=s) for s in shares]
+    total = sum(run(x, layer, ids, weights, activation="a8").float() for layer in layers)
+    expected = moe_forward_reference(x.float(), whole, ids, weights, activation="a8")
+    assert error(total, expected) < 3e-3
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+def test_a_workspace_serves_both(name, dtype):
+    layer = random_layer(SMALL, place(name))
+    x, ids, weights = inputs(layer, 2, 2, dtype)
+    workspace = poisoned(layer, 2, dtype)
+    for activation in ("a16", "a8", "a16", "auto", "a8"):
+        options = {"activation": activation}
+        expected = run(x, layer, ids, weights, **options)
+        assert torch.equal(run(x, layer, ids, weights, workspace, **options), expected)
+        given = moe_forward_kernels(x, layer, ids, weights, workspace=workspace, **options)
+        assert torch.equal(given, expected)
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+def test_quantized_rows_of_many_tokens_are_refused(name, dtype):
+    layer = random_layer(SMALL, place(name))
+    arguments = inputs_of(layer, 17, dtype)
+    for forward in (run, moe_forward_kernels, moe_forward):
+        with pytest.raises(ValueError, match="'a8' takes up to 16 tokens, x has 17"):
+            forward(*arguments, activation="a8")
+        with pytest.raises(ValueError, match="activation is 'w8', expected 'a16', 'a8' or 'auto'"):
+            forward(*arguments, activation="w8")
+
+
 def on_gpu(geometry=SMALL, **options):
     return random_layer(geometry, torch.device("cuda"), **options)
 
@@ -387,13 +496,14 @@ def captured(calls):
 
 
 @GPU
-def test_graphs_replay_what_eager_calls_give():  # RT-6a, RT-6c
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_graphs_replay_what_eager_calls_give(activation):  # RT-6a, RT-6c
     layer = on_gpu(Geometry(256, 512, 8))
     workspace = poisoned(layer, 3, BFLOAT)
     buffers = [inputs(layer, tokens, 3, BFLOAT) for tokens in range(1, 17)]
     outs = [torch.full_like(x, float("nan")) for x, _, _ in buffers]
     calls = [
-        lambda x=x, i=i, w=w, o=o: moe_decode(x, layer, i, w, workspace, o)
+        lambda x=x, i=i, w=w, o=o: moe_decode(x, layer, i, w, workspace, o, activation=activation)
         for (x, i, w), o in zip(buffers, outs, strict=True)
     ]
     for call in calls:
@@ -414,8 +524,10 @@ def test_graphs_replay_what_eager_calls_give():  # RT-6a, RT-6c
                 value.fill_(float("nan"))
             graph.replay()
             replayed = out.clone()
-            assert torch.equal(run(*fresh[:1], layer, *fresh[1:]), replayed)
-            expected = moe_forward_reference(x.float(), layer, ids, weights)
+            eager = run(*fresh[:1], layer, *fresh[1:], activation=activation)
+            assert torch.equal(eager, replayed)
+            options = {"activation": activation}
+            expected = moe_forward_reference(x.float(), layer, ids, weights, **options)
             assert error(replayed, expected) < BOUND[BFLOAT]
 
 
@@ -435,13 +547,14 @@ def test_many_tokens(tokens, codes, sides):  # RT-7a, RT-9a
 
 
 @GPU
-def test_the_operator_in_a_graph():
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_operator_in_a_graph(activation):
     layer = on_gpu()
     x, ids, weights = inputs(layer, 4, 2, BFLOAT)
-    expected = moe_forward(x, layer, ids, weights)
+    expected = moe_forward(x, layer, ids, weights, activation=activation)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = moe_forward(x, layer, ids, weights)
+        found = moe_forward(x, layer, ids, weights, activation=activation)
     graph.replay()
     assert torch.equal(found, expected)
 
@@ -463,53 +576,61 @@ def test_a_graph_with_a_callers_workspace(tokens):
 
 
 @GPU
-def test_capturing_the_first_call_is_refused():  # RT-6b
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_capturing_the_first_call_is_refused(activation):  # RT-6b
     layer = on_gpu(Geometry(384, 256, 3))
+    options = {"activation": activation}
     x, ids, weights = inputs(layer, 5, 2, HALF)
     workspace, out = poisoned(layer, 2, HALF), torch.empty_like(x)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kept = x + 1
         with pytest.raises(RuntimeError, match="not compiled yet; call it once"):
-            moe_decode(x, layer, ids, weights, workspace, out)
+            moe_decode(x, layer, ids, weights, workspace, out, **options)
     graph.replay()
     assert torch.equal(kept, x + 1)
-    moe_decode(x, layer, ids, weights, workspace, out)
+    moe_decode(x, layer, ids, weights, workspace, out, **options)
     assert out.isfinite().all()
 
 
 @GPU
-def test_a_call_allocates_and_waits_for_nothing():  # RT-6d
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_call_allocates_and_waits_for_nothing(activation):  # RT-6d
     layer = on_gpu()
     x, ids, weights = inputs(layer, 4, 2, BFLOAT)
     workspace, out = poisoned(layer, 2, BFLOAT), torch.empty_like(x)
-    moe_decode(x, layer, ids, weights, workspace, out)
+    options = {"activation": activation}
+    moe_decode(x, layer, ids, weights, workspace, out, **options)
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
     torch.cuda.set_sync_debug_mode("error")
     try:
-        moe_decode(x, layer, ids, weights, workspace, out)
+        moe_decode(x, layer, ids, weights, workspace, out, **options)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
 @GPU
-def test_the_same_bits_while_others_work():  # RT-9a
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_same_bits_while_others_work(activation):  # RT-9a
     layer = on_gpu(Geometry(512, 512, 32))
     x, ids, weights = inputs(layer, 16, 8, BFLOAT)
     workspace, out = poisoned(layer, 8, BFLOAT), torch.empty_like(x)
-    expected = run(x, layer, ids, weights)
+    options = {"activation": activation}
+    expected = run(x, layer, ids, weights, **options)
     other = torch.randn(2048, 2048, device="cuda")
     stream = torch.cuda.Stream()
     for _ in range(50):
         with torch.cuda.stream(stream):
             other = (other @ other).tanh()
-        assert torch.equal(moe_decode(x, layer, ids, weights, workspace, out), expected)
+        found = moe_decode(x, layer, ids, weights, workspace, out, **options)
+        assert torch.equal(found, expected)
 
 
 @GPU
-def test_a_slab_beyond_two_gigabytes():  # RT-4
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_slab_beyond_two_gigabytes(activation):  # RT-4
     small = on_gpu(Geometry(6144, 2048, 8))
     large = Geometry(6144, 2048, 256)
     size = large.bundle_bytes
@@ -528,8 +649,9 @@ def test_a_slab_beyond_two_gigabytes():  # RT-4
         traits=Traits(1, True),
     )
     x, ids, weights = inputs(small, 3, 1, BFLOAT)
-    first = run(x, small, torch.full_like(ids, 7), weights)
-    assert torch.equal(run(x, layer, torch.full_like(ids, 255), weights), first)
+    first = run(x, small, torch.full_like(ids, 7), weights, activation=activation)
+    last = run(x, layer, torch.full_like(ids, 255), weights, activation=activation)
+    assert torch.equal(last, first)
     assert first.any()
 
 
@@ -546,6 +668,27 @@ def test_the_ways_agree(monkeypatch, tokens, codes, sides):
     assert error(check(x, layer, ids, weights), one_launch.float()) < BOUND[BFLOAT]
     monkeypatch.setattr(module, "ways", lambda _device: (False, False))
     assert error(check(x, layer, ids, weights), one_launch.float()) < BOUND[BFLOAT]
+
+
+@GPU
+@pytest.mark.parametrize("tokens", [1, 2, 9, 16])
+@pytest.mark.parametrize("codes", [None, [0, 0x11, 0x12, 0x21, 0]], ids=["uniform", "rates"])
+@pytest.mark.parametrize("sides", ["one", "two", "expert"])
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT])
+def test_the_ways_of_quantized_rows_agree(monkeypatch, tokens, codes, sides, dtype):
+    layer = on_gpu(Geometry(640, 512, 5), codes=codes, sides=sides)
+    x, ids, weights = inputs(layer, tokens, 3, dtype)
+    ids[-1, 1] = -1
+    arguments = (x, layer, ids, weights)
+    expected = check_a8(*arguments)
+    ways = [(expert_gemm, torch.uint8)]
+    if module.ways(x.device)[0]:
+        ways.append((product, BFLOAT))
+    if codes is None and torch.cuda.get_device_capability() in LABELS:
+        ways.append((quantized_product, torch.uint8))
+    for way in ways:
+        monkeypatch.setattr(module, "a8_product", lambda *_, way=way: way)
+        assert error(check_a8(*arguments), expected.float()) < 3e-3
 
 
 @GPU

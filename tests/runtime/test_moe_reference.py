@@ -9,11 +9,13 @@ from qsrt_runtime.format import container, decode, slab
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.format.manifest import ACTIVATIONS
+from qsrt_runtime.format.rotation import rotate
 from qsrt_runtime.moe_reference import (
     expert_forward_reference,
     matmul_reference,
     moe_forward_reference,
 )
+from qsrt_runtime.mxfp8 import dequantize_rows, quantize_rows
 from qsrt_runtime.weights import LayerWeights
 
 BOUND = 1e-5  # relative L2 between float32 implementations, stated with the golden data
@@ -64,6 +66,64 @@ def test_golden_kimi(golden, kimi, activation):
         data["x"], weights(kimi, activation), data["topk_ids"], data["topk_weights"]
     )
     assert relative(found, data[f"out_{activation}"]) < BOUND
+
+
+@pytest.mark.parametrize(("schema", "dense"), [("fruit", "silu"), ("kimi", "situ")])
+def test_golden_with_quantized_rows(golden, request, schema, dense):
+    """The format states what the roundings alone cost on this data: 4.8e-2."""
+    data = load_file(golden / f"moe_{schema}.safetensors")
+    layer = weights(request.getfixturevalue(schema), dense)
+    routes = (data["topk_ids"], data["topk_weights"])
+    found = moe_forward_reference(data["x"], layer, *routes, activation="a8")
+    assert 4e-2 < relative(found, data[f"out_{dense}"]) < 5.5e-2
+
+
+def test_quantized_rows_are_what_products_take(random_expert):
+    """Of one pair in a dense product in float64, with both inputs quantized by the definition."""
+    coded = random_expert(Geometry(128, 256, 1), 0, 1)
+    x = torch.randn(5, 128, generator=torch.Generator().manual_seed(1))
+    tiles = {
+        name: torch.cat([decode.record_tiles(r, axis) for r in getattr(coded, name).records], dim)
+        for name, axis, dim in (("w1", "out", 1), ("w3", "out", 1), ("w2", "in", 0))
+    }
+    middle = 1
+    for name in ("w1", "w3"):
+        matrix = getattr(coded, name)
+        row = dequantize_rows(*quantize_rows(rotate(x * matrix.suh.float())))
+        product = row.double() @ tiles[name].double()
+        value = rotate(product.float()) * matrix.svh.float()
+        middle = middle * (torch.nn.functional.silu(value) if name == "w1" else value)
+    row = dequantize_rows(*quantize_rows(rotate(middle * coded.w2.suh.float())))
+    expected = rotate((row.double() @ tiles["w2"].double()).float()) * coded.w2.svh.float()
+    found = expert_forward_reference(x, coded, "silu", a8=True)
+    assert relative(found, expected) < 1e-3  # a sum's rounding may move a number to its neighbour
+    assert relative(expert_forward_reference(x, coded, "silu"), expected) > 2e-2
+
+
+def test_rows_are_quantized_before_the_weight_on_the_input(fruit, batch):
+    x, ids, topk_weights = batch
+    options = {"activation": "a8", "weight_on_input": True}
+    found = moe_forward_reference(x, weights(fruit), ids, topk_weights, **options)
+    exact = moe_forward_reference(x, weights(fruit), ids, topk_weights, weight_on_input=True)
+    assert 3e-2 < relative(found, exact) < 5.5e-2
+
+
+@pytest.mark.parametrize("activation", ["a4", "auto", None])
+def test_an_activation_that_there_is_not(fruit, batch, activation):
+    with pytest.raises(ValueError, match=f"activation is {activation!r}, expected 'a16' or 'a8'"):
+        moe_forward_reference(batch[0], weights(fruit), *batch[1:], activation=activation)
+
+
+def test_tiny_and_zero_rows_quantized(fruit, batch):  # RT-10
+    x, ids, topk_weights = (t[:4].clone() for t in batch)
+    x[0], x[1] = 0, -0.0
+    x[2, 128:256] = 0
+    x[3, :32] *= 1e-30
+    found = moe_forward_reference(x, weights(fruit), ids, topk_weights, activation="a8")
+    assert not found[:2].any()
+    assert found.isfinite().all()
+    expected = moe_forward_reference(x, weights(fruit), ids, topk_weights)
+    assert relative(found[2:], expected[2:]) < 5.5e-2
 
 
 @pytest.mark.parametrize("modes", [(0, 0), (0, 2), (1, 1), (2, 0)])

@@ -6,7 +6,7 @@ from qsrt_runtime.format.manifest import SITU_BETA, SITU_LINEAR_BETA
 from qsrt_runtime.ops.activate.kernel import activate_kernel
 from qsrt_runtime.ops.launch import dependent
 from qsrt_runtime.weights import LayerWeights
-from qsrt_runtime.workspace import Workspace
+from qsrt_runtime.workspace import Workspace, quantized
 
 
 def activate(
@@ -17,11 +17,16 @@ def activate(
     workspace: Workspace,
     places: int,
     pdl: bool,
+    a8: torch.dtype | None = None,
 ) -> None:
     """Sums of gate and up, rotation, scales, activation, scales, rotation: rows for down.
 
     weights: [T, k], factors of gate and up, or None.   places: of a block of routes.
+    a8: as prepare's.
     """
+    middle, exponents = workspace.middle, workspace.middle
+    if a8:
+        middle, exponents = quantized(workspace.middle, a8)
     pairs, experts = len(layer.slots) // 8, layer.geometry.experts
     activate_kernel[(topk_ids.numel(), pairs)](
         workspace.partial,
@@ -33,7 +38,8 @@ def activate(
         workspace.counts,
         workspace.block_experts,
         workspace.route_places,
-        workspace.middle,
+        middle,
+        exponents,
         workspace.programs,
         experts if expert_map is None else len(expert_map),
         experts,
@@ -50,6 +56,7 @@ def activate(
         SINGLE=len(topk_ids) == 1,
         PARTS=8 if len(topk_ids) == 1 else 2,
         HAS_MAP=expert_map is not None,
+        QUANTIZED=a8 is not None,
         PDL=pdl,
         num_warps=4,
         **dependent(pdl),

@@ -28,6 +28,7 @@ def activate_kernel(
     block_experts,
     route_places,
     out,
+    exponents,
     programs,
     num_ids,
     num_experts,
@@ -44,12 +45,14 @@ def activate_kernel(
     SINGLE: tl.constexpr,
     PARTS: tl.constexpr,
     HAS_MAP: tl.constexpr,
+    QUANTIZED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One pair of one route.
 
     partial: [parts, PLACES, COLUMNS] float32, gate then up, each low then high record.
     out: [routes, 256 PAIRS], a slot's 32 channels after one another, tiles in fragment order.
+    exponents: [routes, 8 PAIRS], where QUANTIZED, see store_quantized.
     weights: [routes], of gate and up where WEIGH.   PARTS: added at once.
     """
     route, pair = tl.program_id(0), tl.program_id(1)
@@ -85,7 +88,8 @@ def activate_kernel(
         gate += tl.sum(tl.load(part + channel[None, :], mask=there, other=0), 0)
         up += tl.sum(tl.load(part + 256 + channel[None, :], mask=there, other=0), 0)
         first += PARTS
-    target = out + route.to(tl.int64) * (256 * PAIRS) + pair * 256
+    first = route.to(tl.int64) * (256 * PAIRS) + pair * 256
     store_middle(
-        gate, up, gate_scale, up_scale, down_scale, is_situ, target, BETA, LINEAR_BETA, False
-    )
+        gate, up, gate_scale, up_scale, down_scale, is_situ, out + first, exponents + first // 32,
+        BETA, LINEAR_BETA, False, QUANTIZED,
+    )  # fmt: skip

@@ -50,5 +50,6 @@ def activate_routes_kernel(
     gate, up = tl.load(source).to(tl.float32), tl.load(source + 256).to(tl.float32)
     target = out + route.to(tl.int64) * (256 * PAIRS) + pair * 256
     store_middle(
-        gate, up, gate_scale, up_scale, down_scale, is_situ, target, BETA, LINEAR_BETA, True
-    )
+        gate, up, gate_scale, up_scale, down_scale, is_situ, target, target, BETA, LINEAR_BETA,
+        True, False,
+    )  # fmt: skip

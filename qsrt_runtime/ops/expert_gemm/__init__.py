@@ -22,19 +22,22 @@ def expert_gemm(
     *,
     down: bool,
     pdl: bool,
+    exponents: torch.Tensor | None = None,
 ) -> None:
     """Partial sums of gate and up, or of down, to the workspace.
 
     rows: [n, H] or [n, I held], tiles in fragment order; route r's row is r // divisor, and for
     up matrix_rows further.   places: of a block of routes.
+    exponents: of rows that are quantized, which are bytes then; see workspace.quantized.
     """
     geometry, pairs = layer.geometry, len(layer.slots) // 8
     columns = min(COLUMNS, geometry.hidden) if down else COLUMNS
     width = WIDTH[rows.device.type]
     plain_kernel[(workspace.programs, -(-columns // width))](
         rows,
+        rows if exponents is None else exponents,
         layer.atoms.view(torch.int32),
-        labels(rows.dtype, rows.device),
+        _labels(rows),
         layer.format_codes,
         topk_ids,
         topk_ids if expert_map is None else expert_map,
@@ -65,3 +68,12 @@ def expert_gemm(
         num_warps=8,
         **dependent(pdl),
     )
+
+
+def _labels(rows: torch.Tensor) -> torch.Tensor:
+    """The labels that a product with these rows takes: the interpreter has none of E4M3."""
+    if rows.dtype != torch.uint8:
+        return labels(rows.dtype, rows.device)
+    if rows.is_cuda:
+        return labels(torch.float8_e4m3fn, rows.device).view(torch.uint8)
+    return labels(torch.float32, rows.device)

@@ -16,9 +16,42 @@ from qsrt_runtime.ops.kernel import (
     COLUMNS,
     block_of,
     decode,
+    e4m3_numbers,
     in_fragment_order,
+    power_of_two,
     wait_for_previous,
 )
+
+
+@triton.jit
+def _numbers(labels, DTYPE: tl.constexpr):
+    """E4M3 bytes as what tensor cores take of them; in float32 where that is DTYPE."""
+    if DTYPE.is_fp32():
+        return e4m3_numbers(labels)
+    else:
+        return labels.to(tl.float8e4nv, bitcast=True)
+
+
+@triton.jit
+def _quantized_product(
+    sums, rows, weights, exponents, row, there, step, STEPS: tl.constexpr, DOWN: tl.constexpr
+):
+    """A step of quantized rows: each block's product times its power of two.
+
+    rows: [n, 64] bytes.   exponents: [rows, 2 STEPS].   A step's tiles of gate and up are of the
+    first block, the first, the second, the second; of down every other one is, see store_middle.
+    """
+    depth = tl.arange(0, 64)
+    block = (depth >> 4) & 1 if DOWN else depth >> 5
+    if weights.dtype != tl.float32:
+        weights = _numbers(weights, weights.dtype)
+    for number in tl.static_range(0, 2):
+        own = _numbers(tl.where((block == number)[None, :], rows, 0), weights.dtype)
+        source = exponents + row.to(tl.int64) * (2 * STEPS) + step * 2 + number
+        exponent = tl.load(source, mask=there, other=0)
+        product = tl.dot(own, weights, input_precision="ieee")
+        sums += product * power_of_two(exponent)[:, None]
+    return sums
 
 
 @triton.jit(
@@ -27,6 +60,7 @@ from qsrt_runtime.ops.kernel import (
 )
 def plain_kernel(
     x,
+    exponents,
     slab,
     labels,
     codes,
@@ -60,7 +94,9 @@ def plain_kernel(
     """Partial sums [parts, PLACES, COLUMNS] float32; program (p, c) makes WIDTH columns of them.
 
     x: [rows, 64 STEPS], tiles in fragment order; route r's row is r // DIVISOR, for up's columns
-    matrix_rows more.   labels: [3, 65536] of x's type.   TILES: of a block; PAIRS: of the layer.
+    matrix_rows more; of bytes where they are quantized, with exponents [rows, 2 STEPS].
+    labels: [3, 65536] of x's type; for bytes the labels', or float32 where products of E4M3 are not
+    to be had.   TILES: of a block; PAIRS: of the layer.
     """
     wait_for_previous(PDL)
     program = tl.program_id(0)
@@ -118,7 +154,12 @@ def plain_kernel(
                 DOWN,
                 UNIFORM,
             )
-            sums = tl.dot(rows, weights, sums)
+            if x.dtype.element_ty == tl.uint8:
+                sums = _quantized_product(
+                    sums, rows, weights, exponents, row, route >= 0, step, STEPS, DOWN
+                )
+            else:
+                sums = tl.dot(rows, weights, sums)
             step += 1
         number = ((program + tile) * PLACES + place).to(tl.int64) * COLUMNS
         there = (route >= 0)[:, None]

@@ -191,6 +191,7 @@ def group_kernel(
             ids,
             expert_map,
             rotated,
+            rotated,
             (program - 1) // parts,
             (program - 1) % parts,
             num_rows,
@@ -204,4 +205,5 @@ def group_kernel(
             BLOCKS,
             HAS_MAP,
             BY_WORD,
+            False,
         )

@@ -5,7 +5,7 @@ import torch
 from qsrt_runtime.ops.launch import dependent
 from qsrt_runtime.ops.prepare.kernel import prepare_kernel
 from qsrt_runtime.weights import LayerWeights
-from qsrt_runtime.workspace import Workspace
+from qsrt_runtime.workspace import Workspace, quantized
 
 BLOCKS = 2  # Hadamard blocks of a program
 
@@ -17,23 +17,29 @@ def prepare(
     expert_map: torch.Tensor | None,
     workspace: Workspace,
     pdl: bool,
+    a8: torch.dtype | None = None,
 ) -> None:
     """Fill the workspace's route map and rotated rows.
 
     x: [T, H], rows contiguous.   topk_ids: [T, k], contiguous; a value that names no expert takes
-    part in nothing, and is counted unless it is -1.
+    part in nothing, and is counted unless it is -1.   a8: the kind of quantized rows, if they are
+    to be, see workspace.quantized.
     """
     tokens, topk = topk_ids.shape
     hidden, experts = layer.geometry.hidden, layer.geometry.experts
     by_route = layer.traits.inputs == 0
     rows = tokens * topk if by_route else tokens
     parts = -(-hidden // (128 * BLOCKS))
+    rotated, exponents = workspace.rotated, workspace.rotated
+    if a8:
+        rotated, exponents = quantized(workspace.rotated, a8)
     prepare_kernel[(1 + rows * parts,)](
         x,
         layer.shared_scales,
         topk_ids,
         topk_ids if expert_map is None else expert_map,
-        workspace.rotated,
+        rotated,
+        exponents,
         workspace.counts,
         workspace.block_experts,
         workspace.block_routes,
@@ -52,6 +58,7 @@ def prepare(
         ROUTES=max(16, 1 << (tokens * topk - 1).bit_length()),
         SINGLE=tokens == 1,
         HAS_MAP=expert_map is not None,
+        QUANTIZED=a8 is not None,
         PDL=pdl,
         num_warps=4,
         **dependent(pdl),

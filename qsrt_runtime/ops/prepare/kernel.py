@@ -84,6 +84,7 @@ def prepare_kernel(
     ids,
     expert_map,
     rotated,
+    exponents,
     counts,
     block_experts,
     block_routes,
@@ -102,10 +103,12 @@ def prepare_kernel(
     ROUTES: tl.constexpr,
     SINGLE: tl.constexpr,
     HAS_MAP: tl.constexpr,
+    QUANTIZED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program 0 makes the route map, each other one rotates BLOCKS blocks of a row.
 
+    QUANTIZED: to rows and exponents, see store_quantized.
     SINGLE: there is one token, whose routes are their own blocks, and no map is made.
     """
     wait_for_previous(PDL)
@@ -135,6 +138,7 @@ def prepare_kernel(
             ids,
             expert_map,
             rotated,
+            exponents,
             (program - 1) // parts,
             (program - 1) % parts,
             num_rows,
@@ -148,4 +152,5 @@ def prepare_kernel(
             BLOCKS,
             HAS_MAP,
             False,
+            QUANTIZED,
         )

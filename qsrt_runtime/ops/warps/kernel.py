@@ -21,10 +21,10 @@ NORM = tl.constexpr(0.08838834764831845)  # 1 / sqrt(128)
 
 
 @triton.jit
-def copy_labels(labels, layer):
+def copy_labels(labels, layer, COPY: tl.constexpr = _COPY):
     """Start copying the 3-bit labels to where dynamic shared memory begins.
 
-    labels: [3, 65536], of one byte or two; 64 or 128 KiB of shared memory.
+    labels: [3, 65536], of one byte or two; 64 or 128 KiB of shared memory.   COPY: ptx.copy.
     """
     size: tl.constexpr = labels.dtype.element_ty.primitive_bitwidth // 8
     thread = tl.arange(0, 1024)
@@ -37,7 +37,7 @@ def copy_labels(labels, layer):
         source = labels + STATES + (start * 1024 + thread) * (16 // size)
         target = (start * 1024 + thread) * 16
         tl.inline_asm_elementwise(
-            _COPY, "=r,l,r", [source, target], dtype=tl.int32, is_pure=False, pack=1
+            COPY, "=r,l,r", [source, target], dtype=tl.int32, is_pure=False, pack=1
         )
 
 

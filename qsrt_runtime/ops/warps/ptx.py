@@ -6,7 +6,7 @@ The words are the one before the group, then the group's three.
 import struct
 from collections.abc import Sequence
 
-LABELS = 1024  # where dynamic shared memory begins, and the labels in it
+LABELS = 1024  # where dynamic shared memory begins on sm_90, and the labels in it
 # Which pairs are decoded by arithmetic while the others' labels are read from shared memory, by
 # their number; spread out, so that both ways are busy at any time.
 BY_ARITHMETIC = {
@@ -81,8 +81,17 @@ def arithmetic(words: Sequence[str], number: int) -> list[str]:
 
 
 NEIGHBOUR = "shfl.sync.idx.b32 $0,$1,$2,31,0xffffffff;"
-# 16 bytes of labels from [$1] to shared memory at $2, by the asynchronous copy.
-COPY = f"{{ cp.async.cg.shared.global [$2+{LABELS}],[$1],16; mov.u32 $0,0; }}"
+
+
+def copy(first: int) -> str:
+    """16 bytes of labels from [$1] to shared memory at $2, by the asynchronous copy.
+
+    first: where the labels begin.
+    """
+    return f"{{ cp.async.cg.shared.global [$2+{first}],[$1],16; mov.u32 $0,0; }}"
+
+
+COPY = copy(LABELS)
 COPIED = "{ cp.async.wait_all; mov.u32 $0,$1; }"
 
 # Swaps of a lane's four numbers with those of the lane whose bit `lane` is the other: (lane, slot),

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-SHARED = {80: 101_376, 90: 232_448}  # bytes; for 80 what sm_86 has, the least of all
+SHARED = {80: 101_376, 89: 101_376, 90: 232_448}  # bytes; for 80 what sm_86 has, the least of all
 
 ANY_GPU = ["prepare", "activate", "combine", "plain", "group", "expand"]
 ANY_GPU += [f"grouped_gemm_{block}" for block in (16, 32, 64, 128)]
@@ -36,19 +36,43 @@ def test_fits_the_gpu(compiled, kernel, capability):
     assert compiled[kernel, capability]["shared"] <= SHARED[capability]
 
 
+@pytest.mark.parametrize("capability", [89, 90])
+@pytest.mark.parametrize("kernel", ["prepare_a8", "activate_a8", "plain_a8"])
+def test_quantized_rows_fit_the_gpu(compiled, kernel, capability):
+    found = compiled[kernel, capability]
+    assert found["shared"] <= SHARED[capability]
+    assert found["stack"] in (0, None)
+    assert (found["e4m3"] > 0) == (kernel == "plain_a8" and capability == 89)
+
+
+@pytest.mark.parametrize("kernel", ["prepare_a8", "activate_a8"])
+def test_quantizing_keeps_numbers_below_the_normal_ones(compiled, kernel):
+    found = [compiled[name, 90] for name in (kernel, f"{kernel}_numbers")]
+    assert [each["flushes"] for each in [*found, compiled[kernel, 89]]] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("kernel", ["quantized", "quantized_down"])
+def test_labels_go_to_tensor_cores_as_they_are(compiled, kernel):
+    """Two products a step, each once for either block of channels."""
+    for capability in (89, 90):
+        assert compiled[kernel, capability]["e4m3"] == 4
+    assert compiled[kernel, 89]["stack"] in (0, None)
+
+
 @pytest.mark.parametrize(
-    ("kernel", "labels", "own"),
+    ("kernel", "labels", "own", "capability"),
     [
-        ("product", 131072, 0),
-        ("wide", 131072, 0),
-        ("fused", 131072, 1),
-        ("expand_warps", 65536, 0),
-        ("expand_warps_uniform", 65536, 0),
+        ("product", 131072, 0, 90),
+        ("wide", 131072, 0, 90),
+        ("fused", 131072, 1, 90),
+        ("expand_warps", 65536, 0, 90),
+        ("expand_warps_uniform", 65536, 0, 90),
+        *((name, 65536, 0, c) for name in ("quantized", "quantized_down") for c in (89, 90)),
     ],
 )
-def test_labels_have_shared_memory_to_themselves(compiled, kernel, labels, own):
+def test_labels_have_shared_memory_to_themselves(compiled, kernel, labels, own, capability):
     """They are put there behind Triton's back: nothing else may be stored there."""
-    found = compiled[kernel, 90]
+    found = compiled[kernel, capability]
     assert found["shared"] == labels
     assert found["layouts"] == 0
     assert (

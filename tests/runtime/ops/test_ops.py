@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from layers import (
+    BFLOAT,
     BOUND,
     DEVICES,
     check_guards,
@@ -18,6 +19,7 @@ from layers import (
 
 from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.launching import ways
+from qsrt_runtime.mxfp8 import dequantize_rows, quantize_rows
 from qsrt_runtime.ops import group as groups
 from qsrt_runtime.ops.activate import activate
 from qsrt_runtime.ops.activate.reference import activate_reference
@@ -32,13 +34,15 @@ from qsrt_runtime.ops.expert_gemm.reference import (
     in_slot_order,
 )
 from qsrt_runtime.ops.fused.product import product
+from qsrt_runtime.ops.fused.product.quantized import quantized_product
+from qsrt_runtime.ops.fused.product.quantized.ptx import LABELS
 from qsrt_runtime.ops.group import group
 from qsrt_runtime.ops.group.reference import group_reference
 from qsrt_runtime.ops.grouped_gemm import grouped_gemm
 from qsrt_runtime.ops.grouped_gemm.reference import grouped_gemm_reference
 from qsrt_runtime.ops.prepare import prepare
 from qsrt_runtime.ops.prepare.reference import map_routes_reference, rotate_rows_reference
-from qsrt_runtime.workspace import COLUMNS, PLACES, make_prefill_workspace
+from qsrt_runtime.workspace import COLUMNS, PLACES, make_prefill_workspace, quantized
 
 TOPK = 2
 
@@ -239,6 +243,131 @@ def test_activation(name, dtype, weigh):
         order = in_slot_order(layer, expert)
         expected = activate_reference(sums[i : i + 1], layer, expert, order, factors[i : i + 1])
         assert error(found[i], expected[0]) < BOUND[dtype]
+
+
+KINDS = [torch.uint8, BFLOAT]
+
+
+def numbers(workspace, buffer, kind, down=False):
+    """What quantized rows stand for, in the channels' own order; of down records after records."""
+    rows, exponents = quantized(getattr(workspace, buffer), kind)
+    if kind == torch.uint8:
+        rows = rows.view(torch.float8_e4m3fn)
+    rows = natural(rows)
+    if down:  # from slots of 32 channels to records of 128
+        rows = rows.unflatten(-1, (-1, 8, 2, 16)).transpose(2, 3).flatten(1)
+    if kind != torch.uint8:
+        return rows
+    if down:  # from both records' of two slots each
+        exponents = exponents.unflatten(-1, (-1, 4, 2)).transpose(2, 3).flatten(1)
+    return dequantize_rows(rows, exponents)
+
+
+def is_close(found, exact):
+    """The exact rows quantized, but for numbers and powers at an edge, which are few."""
+    expected = dequantize_rows(*quantize_rows(exact))
+    return error(found, expected) < 2e-3 and error(found, exact) > 2e-2
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+@pytest.mark.parametrize("sides", ["one", "two", "expert"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantized_rotated_rows(name, dtype, sides, kind):
+    layer, x, ids, _, experts, workspace = case(name, dtype, sides, 3)
+    prepare(x, layer, ids, None, workspace, False, kind)
+    gate, up = rotate_rows_reference(x, layer, experts)
+    step = 1 if sides == "expert" else TOPK
+    count = len(experts) // step
+    found = numbers(workspace, "rotated", kind)
+    assert is_close(found[:count], gate[::step])
+    if sides != "one":
+        assert is_close(found[count : 2 * count], up[::step])
+    check_guards(workspace)
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantized_rows_are_exact(name, dtype, kind):  # RT-10
+    """Rows of one channel are rotated without a rounding but one, the same everywhere."""
+    layer, _, ids, _, experts, workspace = case(name, dtype, "one", 5)
+    x = torch.zeros(5, 256, dtype=dtype, device=ids.device)
+    for row, size in enumerate((0.0, -0.0, 6e-8, 2e4, -1.7)):
+        x[row, 17] = size
+        x[row, 128 + row] = -3 * size
+    prepare(x, layer, ids, None, workspace, False, kind)
+    gate, _ = rotate_rows_reference(x, layer, experts)
+    values, exponents = quantize_rows(gate[::TOPK])
+    found = numbers(workspace, "rotated", kind)[:5]
+    assert torch.equal(found, dequantize_rows(values, exponents))
+    assert not found[:2].any()
+    if kind == torch.uint8:
+        assert torch.equal(quantized(workspace.rotated, kind)[1][:5], exponents)
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize("gemm", [expert_gemm, quantized_product])
+def test_quantized_products(name, dtype, tokens, gemm):
+    device = place(name)
+    if gemm is quantized_product:
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) not in LABELS:
+            pytest.skip("quantized rows go by warps on sm_89 and sm_90")
+        layer = random_layer(GEOMETRY, device)
+    else:
+        layer = random_layer(GEOMETRY, device, codes=[0x00, 0x12, 0x21])
+    x, ids, _ = inputs(layer, tokens, TOPK, dtype)
+    experts, workspace = ids.flatten().tolist(), poisoned(layer, TOPK, dtype)
+    prepare(x, layer, ids, None, workspace, False, torch.uint8)
+    blocks, _, places = map_routes_reference(experts)
+    for down in (False, True):
+        buffer, divisor = ("middle", 1) if down else ("rotated", TOPK)
+        source, exponents = quantized(getattr(workspace, buffer), torch.uint8)
+        if down:
+            shape = source.shape
+            source.copy_(torch.randint(0, 127, shape, dtype=torch.uint8, device=device))
+            sign = torch.randint(0, 2, shape, dtype=torch.uint8, device=device)
+            source.bitwise_or_(sign << 7)
+            exponents.copy_(torch.randint(117, 138, exponents.shape, device=device))
+        rows = numbers(workspace, buffer, torch.uint8, down)
+        options = {"down": down, "pdl": False, "exponents": exponents}
+        gemm(source, layer, ids, None, workspace, divisor, 0, PLACES, **options)
+        tiles, steps = (1, 8) if down else (2, 4)
+        found = summed(workspace, places, len(blocks), tiles, steps)
+        for route, expert in enumerate(experts):
+            row = rows[route // divisor : route // divisor + 1]
+            if down:
+                by_slot = row.unflatten(1, (-1, 2, 8, 16)).transpose(2, 3).flatten(1)
+                expected = down_reference(by_slot, layer, expert)
+                assert error(found[route, :256], expected[0]) < 1e-5
+            else:
+                expected = gate_up_reference(row, row, layer, expert)
+                assert error(found[route], expected[0]) < 1e-5
+    check_guards(workspace)
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+@pytest.mark.parametrize("weigh", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantized_activation(name, dtype, weigh, kind):
+    layer, x, ids, weights, experts, workspace = case(name, dtype, "one", 3)
+    prepare(x, layer, ids, None, workspace, False)
+    blocks, _, places = map_routes_reference(experts)
+    workspace = replace(workspace, programs=len(blocks) * 2 * 4)  # one for each step
+    workspace = replace(workspace, partial=workspace.partial.new_zeros(2, 100, PLACES, COLUMNS))
+    sums = 3 * torch.randn(len(experts), 2 * COLUMNS, device=x.device)
+    for route, at in enumerate(places):
+        block, place_ = divmod(at, PLACES)
+        for i in range(2):
+            tile = 2 * block + i
+            workspace.partial[0, 4 * tile + tile, place_] = sums[route, i * COLUMNS :][:COLUMNS]
+    activate(layer, ids, None, weights if weigh else None, workspace, PLACES, False, kind)
+    found = numbers(workspace, "middle", kind, down=True)
+    factors = weights.flatten() if weigh else torch.ones(len(experts), device=x.device)
+    for i, expert in enumerate(experts):
+        order = in_slot_order(layer, expert)
+        expected = activate_reference(sums[i : i + 1], layer, expert, order, factors[i : i + 1])
+        expected = expected.unflatten(1, (-1, 8, 2, 16)).transpose(2, 3).flatten(1)
+        assert is_close(found[i], expected[0])
 
 
 @pytest.mark.parametrize(("name", "dtype"), DEVICES)

@@ -97,7 +97,7 @@ def _step(
 
 
 @triton.jit
-def _first_words(
+def first_words(
     slab, strip, group, quarter, expert, position, HIDDEN: tl.constexpr, BUNDLE: tl.constexpr,
     SLOT_STRIDE: tl.constexpr, TILES: tl.constexpr, STEPS: tl.constexpr, DOWN: tl.constexpr,
     UNIFORM: tl.constexpr,
@@ -127,7 +127,7 @@ def _first_words(
 
 
 @triton.jit
-def _row(source, held):
+def load_row(source, held):
     """Eight words of a tile's rows, zeros where the place is empty."""
     x0, x1, x2, x3 = tl.inline_asm_elementwise(
         _ROW,
@@ -158,7 +158,7 @@ def first_step(
         tl.minimum(position, total - 1) // (STEPS * TILES), group, num_ids, num_experts,
         PLACES, SINGLE, HAS_MAP,
     )  # fmt: skip
-    words, there = _first_words(
+    words, there = first_words(
         slab, strip, group, quarter, expert, position, HIDDEN, BUNDLE, SLOT_STRIDE,
         TILES, STEPS, DOWN, UNIFORM,
     )  # fmt: skip
@@ -206,7 +206,7 @@ def products(
             tl.minimum(next_position, total - 1) // (STEPS * TILES), group, num_ids, num_experts,
             PLACES, SINGLE, HAS_MAP,
         )  # fmt: skip
-        next_words, next_there = _first_words(
+        next_words, next_there = first_words(
             slab, strip, group, quarter, next_expert, next_position, HIDDEN, BUNDLE, SLOT_STRIDE,
             TILES, STEPS, DOWN, UNIFORM,
         )  # fmt: skip
@@ -240,8 +240,8 @@ def products(
                 newest = tl.where(bits == 2, w2, tl.where(bits == 3, w3, w4))
                 words += advance
             w0 = from_lane(newest, before)
-            x0, x1, x2, x3 = _row(source, held)
-            x4, x5, x6, x7 = _row(source + 4, held)
+            x0, x1, x2, x3 = load_row(source, held)
+            x4, x5, x6, x7 = load_row(source + 4, held)
             source += 32
             if UNIFORM or low == 3:
                 c0, c1, c2, c3 = _step(

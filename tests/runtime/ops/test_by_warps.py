@@ -1,0 +1,89 @@
+"""The products by warps: whole kernels, their PTX interpreted."""
+
+import pytest
+import torch
+import warps
+from layers import BFLOAT, BOUND, HALF, check_guards, error, inputs, poisoned, random_layer
+
+from qsrt_runtime import moe_decode
+from qsrt_runtime.format.geometry import Geometry
+from qsrt_runtime.moe_reference import moe_forward_reference
+from qsrt_runtime.ops.expert_gemm import expert_gemm
+from qsrt_runtime.ops.fused import product
+from qsrt_runtime.ops.fused.product import quantized as module
+from qsrt_runtime.ops.fused.product.quantized import kernel as kernel_module
+from qsrt_runtime.ops.prepare import prepare
+from qsrt_runtime.workspace import COLUMNS, PLACES, quantized
+
+GEOMETRY = Geometry(640, 256, 3)
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU here")
+
+
+def interpret(monkeypatch, capability):
+    """Have both products run as on a GPU of this capability."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    for host, name in ((module, "quantized_kernel"), (product, "product_kernel")):
+        kernel = warps.Launched(getattr(host, name), host.SHARED_BYTES)
+        monkeypatch.setattr(host, name, kernel)
+    return warps.interpret(monkeypatch, product.kernel, kernel_module)
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0)])
+@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize("down", [False, True])
+def test_is_the_plain_product(monkeypatch, capability, tokens, down):
+    machine = interpret(monkeypatch, capability)
+    layer = random_layer(GEOMETRY, torch.device("cpu"), sides="two")
+    x, ids, _ = inputs(layer, tokens, 2, HALF)
+    ids[:, 0] = 2
+    ids[-1, 1] = -1
+    found = []
+    for gemm in (expert_gemm, module.quantized_product):
+        workspace = poisoned(layer, 2, HALF)
+        prepare(x, layer, ids, None, workspace, False, torch.uint8)
+        rows, exponents = quantized(workspace.middle if down else workspace.rotated, torch.uint8)
+        if down:
+            generator = torch.Generator().manual_seed(0)
+            draw = torch.randint(0, 254, rows.shape, generator=generator, dtype=torch.uint8)
+            rows.copy_(draw + (draw > 126).byte())  # no NaN
+            powers = torch.randint(110, 140, exponents.shape, generator=generator)
+            exponents.copy_(powers)
+        options = {"down": down, "pdl": False, "exponents": exponents}
+        divisor, up = (1, 0) if down else (2, tokens)
+        workspace.partial.fill_(-7.0)
+        gemm(rows, layer, ids, None, workspace, divisor, up, PLACES, **options)
+        check_guards(workspace)
+        found.append(workspace.partial)
+    assert machine.loads
+    whole = found[0].numel() // (PLACES * COLUMNS) * PLACES * COLUMNS
+    plain, by_warps = (each.flatten()[:whole].view(-1, COLUMNS) for each in found)
+    written = by_warps != -7
+    assert error(by_warps[written], plain[written]) < 1e-6
+    missing = ~written & (plain != -7)
+    assert not missing[:, : GEOMETRY.hidden % COLUMNS].any()
+    assert missing.any() == down  # channels beyond the hidden ones
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize(
+    ("activation", "capability", "dtype"),
+    [("a16", (9, 0), HALF), ("a8", (9, 0), HALF), ("a8", (9, 0), BFLOAT), ("a8", (8, 9), HALF)],
+)
+def test_all_launches(monkeypatch, tokens, activation, capability, dtype):
+    """The interpreter cuts off what bfloat16 has no room for, which W4A16 does not bear."""
+    is_sm_90 = capability == (9, 0)
+    machine = interpret(monkeypatch, capability)
+    monkeypatch.setattr(moe_decode, "ways", lambda _device: (is_sm_90, False))
+    monkeypatch.setattr(moe_decode, "is_small", lambda *_: False)
+    if not is_sm_90:
+        way = (module.quantized_product, torch.uint8)
+        monkeypatch.setattr(moe_decode, "a8_product", lambda *_: way)
+    layer = random_layer(Geometry(256, 256, 3), torch.device("cpu"), sides="expert")
+    x, ids, weights = inputs(layer, tokens, 2, dtype)
+    workspace, out = poisoned(layer, 2, dtype), torch.full_like(x, float("nan"))
+    options = {"activation": activation}
+    moe_decode.moe_decode(x, layer, ids, weights, workspace, out, **options)
+    assert machine.loads
+    expected = moe_forward_reference(x.float(), layer, ids, weights, **options)
+    assert error(out, expected) < BOUND[dtype]
+    check_guards(workspace)

@@ -1,0 +1,280 @@
+"""Kernels by warps under Triton's interpreter: their PTX is interpreted, all threads at once.
+
+Just the instructions that they use are here, each as the PTX manual has it. A fragment of an mma
+lies in the lanes as the manual draws it, so that layouts are tested, and not only sums.
+"""
+
+import ctypes
+import re
+from functools import cache
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import triton.language as tl
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+_MASK = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(0xFFFF)
+_KINDS = {"e4m3": torch.float8_e4m3fn, "f16": torch.float16, "bf16": torch.bfloat16}
+_TYPES = {"r": np.uint32, "f": np.float32, "l": np.uint64}
+
+
+def floats(value):
+    return (value & _MASK).astype(np.uint32).view(np.float32)
+
+
+def bits(value):
+    return np.asarray(value, np.float32).view(np.uint32).astype(np.uint64)
+
+
+def numbers(words, kind):
+    """Words [...] of packed numbers as float32 [..., numbers in a word]."""
+    raw = np.ascontiguousarray(words.astype(np.uint32)).view(np.uint8).reshape(*words.shape, 4)
+    return torch.from_numpy(raw).view(kind).float().numpy()
+
+
+@cache
+def statements(text):
+    """(predicate, operation, operands) of each; brackets and braces around operands are kept."""
+    found = []
+    text = re.sub(r"\{\s*(?=[.a-z@])(?![a-z0-9]+,)", " ", text)  # blocks, but no lists of registers
+    for statement in re.split(r";\s*", text):
+        statement = re.sub(r"^[}\s]*", "", statement).strip()
+        if not statement or statement.startswith(".reg"):
+            continue
+        predicate, operation, rest = re.match(r"(?:@(\w+) )?(\S+) ?(.*)", statement).groups()
+        operands = re.findall(r"\{[^}]*\}|\[[^]]*\]|[^,\s]+", rest)
+        found.append((predicate, operation, operands))
+    return found
+
+
+class Machine:
+    """1,024 threads and their shared memory."""
+
+    def __init__(self):
+        self.shared = np.zeros(1 << 18, np.uint8)
+        self.loads = 0
+
+    def run(self, text, constraints, values):
+        kinds = [c.strip("=&") for c in constraints.split(",")]
+        outputs = sum("=" in c for c in constraints.split(","))
+        registers = {}
+        for i, value in enumerate(values):
+            kind = _TYPES[kinds[outputs + i]]
+            raw = np.ascontiguousarray(value).astype(kind, copy=False)
+            if value.dtype.itemsize == 4:
+                raw = np.ascontiguousarray(value).view(np.uint32)
+            registers[f"${outputs + i}"] = np.atleast_1d(raw).astype(np.uint64)
+        for predicate, operation, operands in statements(text):
+            self.step(registers, predicate, operation, operands)
+        found = [registers[f"${i}"].astype(np.uint32) for i in range(outputs)]
+        return [
+            v.view(np.float32) if k == "f" else v.view(np.int32)
+            for v, k in zip(found, kinds, strict=False)
+        ]
+
+    def step(self, registers, predicate, operation, operands):
+        def read(name):
+            if name in registers:
+                return registers[name]
+            if name.startswith("{"):
+                low, high = map(read, name[1:-1].split(","))
+                return low | high << np.uint64(16)
+            if name.startswith("0f"):
+                return np.full(1024, int(name[2:], 16), np.uint64)
+            return np.full(1024, int(name, 0) & 0xFFFFFFFF, np.uint64)
+
+        name = operation.split(".")[0]
+        if name == "mma":
+            self.mma(registers, operation, operands, read)
+        elif name in ("ld", "cp"):
+            self.move(registers, operation, operands, read, predicate)
+        else:
+            assert predicate is None
+            method = _ARITHMETIC.get(name) or getattr(self, name)
+            result = method(operation, *map(read, operands[1:]))
+            if operands[0].startswith("{"):
+                low, high = operands[0][1:-1].split(",")
+                registers[low], registers[high] = result & _HALF, result >> np.uint64(16)
+            else:
+                registers[operands[0]] = result
+
+    def address(self, operand, read):
+        base, _, offset = operand[1:-1].partition("+")
+        return read(base) + np.uint64(int(offset or 0))
+
+    def move(self, registers, operation, operands, read, predicate):
+        if operation.startswith("cp.async.wait_all"):
+            return
+        if operation.startswith("cp.async"):
+            target, source = (self.address(o, read) for o in operands[:2])
+            for to, at in zip(target.tolist(), source.tolist(), strict=True):
+                self.shared[to : to + 16] = np.frombuffer(ctypes.string_at(at, 16), np.uint8)
+            return
+        address = self.address(operands[1], read)
+        if operation.startswith("ld.shared"):
+            width = {"u8": 1, "b16": 2}[operation.split(".")[-1]]
+            each = address[:, None] + np.arange(width, dtype=np.uint64)
+            raw = np.ascontiguousarray(self.shared[each]).view(f"<u{width}")[:, 0]
+            registers[operands[0]] = raw.astype(np.uint64)
+            return
+        assert operation == "ld.global.v4.b32"
+        there = registers[predicate]
+        for i, name in enumerate(operands[0][1:-1].split(",")):
+            found = registers[name].copy()
+            for thread in np.flatnonzero(there):
+                raw = ctypes.string_at(int(address[thread]) + 4 * i, 4)
+                found[thread] = int.from_bytes(raw, "little")
+            registers[name] = found
+        self.loads += int(there.sum())
+
+    def mma(self, registers, operation, operands, read):
+        kind = _KINDS[operation.split(".")[-2]]
+        each = 4 // kind.itemsize  # numbers of a word
+        d, a, b, c = (o[1:-1].split(",") for o in operands)
+        lane = np.arange(32)
+        group, quarter = lane // 4, lane % 4
+        weights = np.zeros((32, 16, 8 * each), np.float32)  # of each warp
+        rows = np.zeros((32, 8 * each, 8), np.float32)
+        sums = np.zeros((32, 16, 8), np.float32)
+        for i, name in enumerate(a):
+            found = numbers(read(name).reshape(32, 32), kind)
+            for number in range(each):
+                depth = quarter * each + number + 4 * each * (i // 2)
+                weights[:, group + 8 * (i % 2), depth] = found[:, :, number]
+        for i, name in enumerate(b):
+            found = numbers(read(name).reshape(32, 32), kind)
+            for number in range(each):
+                rows[:, quarter * each + number + 4 * each * i, group] = found[:, :, number]
+        places = [(group + 8 * (i // 2), 2 * quarter + i % 2) for i in range(4)]
+        for name, (row, column) in zip(c, places, strict=True):
+            sums[:, row, column] = floats(read(name)).reshape(32, 32)
+        sums += weights @ rows
+        for name, (row, column) in zip(d, places, strict=True):
+            registers[name] = bits(sums[:, row, column].reshape(-1))
+
+    def mov(self, _operation, a):
+        return a
+
+    def setp(self, operation, a, b):
+        assert operation == "setp.ne.b32"
+        return a != b
+
+    def shfl(self, operation, value, lane, *_):
+        assert operation == "shfl.sync.idx.b32"
+        warps = np.broadcast_to(value, 1024).reshape(32, 32)
+        return np.take_along_axis(
+            warps, (lane & np.uint64(31)).reshape(32, 32).astype(int), 1
+        ).ravel()
+
+
+def _prmt(_operation, a, b, selector):
+    both, found = a | b << np.uint64(32), np.zeros_like(a)
+    for i in range(4):
+        nibble = selector >> np.uint64(4 * i) & np.uint64(15)
+        assert not (nibble & np.uint64(8)).any()
+        found |= (both >> nibble * np.uint64(8) & np.uint64(255)) << np.uint64(8 * i)
+    return found
+
+
+def _lop3(_operation, a, b, c, table):
+    found = np.zeros_like(a)
+    for case in range(8):
+        if int(table[0]) >> case & 1:
+            terms = [v if case >> i & 1 else ~v for v, i in ((a, 2), (b, 1), (c, 0))]
+            found |= terms[0] & terms[1] & terms[2]
+    return found & _MASK
+
+
+def _shf(_operation, low, high, count):
+    return (low | high << np.uint64(32)) >> (count & np.uint64(31)) & _MASK
+
+
+def _brev(_operation, a):
+    found = np.zeros_like(a)
+    for i in range(32):
+        found |= (a >> np.uint64(i) & np.uint64(1)) << np.uint64(31 - i)
+    return found
+
+
+def _packed(kind, *values):
+    """Floats, the lowest first, rounded and packed."""
+    found = torch.stack([torch.from_numpy(v) for v in values], -1)
+    if kind == torch.float8_e4m3fn:
+        found = found.clamp(-448, 448)
+    size = {2: np.uint16, 4: np.uint32}[kind.itemsize * len(values)]
+    return found.to(kind).view(torch.uint8).numpy().view(size)[:, 0].astype(np.uint64)
+
+
+def _cvt(operation, a, b=None):
+    if operation == "cvt.u32.u16":
+        return a & _HALF
+    if operation == "cvt.f32.f16":
+        return bits(numbers(a, torch.float16)[:, 0])
+    if operation == "cvt.rn.f16x2.e4m3x2":
+        return _packed(torch.float16, *numbers(a, torch.float8_e4m3fn)[:, :2].T.copy())
+    kind = {"bf16x2": torch.bfloat16, "e4m3x2": torch.float8_e4m3fn}[operation.split(".")[-2]]
+    return _packed(kind, floats(b), floats(a))
+
+
+def _fma(_operation, a, b, c):
+    a, b, c = (floats(v).astype(np.float64) for v in (a, b, c))
+    return bits((a * b + c).astype(np.float32))
+
+
+_ARITHMETIC = {
+    "and": lambda _, a, b: a & b,
+    "xor": lambda _, a, b: a ^ b,
+    "shr": lambda _, a, b: a >> b,
+    "shl": lambda _, a, b: a << b & _MASK,
+    "bfe": lambda _, a, first, count: a >> first & ((np.uint64(1) << count) - np.uint64(1)),
+    "mad": lambda _, a, b, c: a * b + c & _MASK,
+    "mul": lambda _, a, b: bits(floats(a) * floats(b)),
+    "neg": lambda _, a: a ^ np.uint64(1 << 31),
+    "lg2": lambda _, a: bits(np.log2(floats(a))),
+    "prmt": _prmt,
+    "lop3": _lop3,
+    "shf": _shf,
+    "brev": _brev,
+    "cvt": _cvt,
+    "fma": _fma,
+}
+
+
+def _range(*ends):
+    return range(*(int(end.handle.data.item()) for end in ends))
+
+
+def interpret(monkeypatch, *modules):
+    """Have Triton's interpreter run inline PTX, and kernel modules' ranges between tensors.
+
+    Returns the machine.
+    """
+    for module in modules:
+        monkeypatch.setattr(module, "range", _range, raising=False)
+    machine = Machine()
+    kinds = {"r": tl.int32, "f": tl.float32}
+
+    def create(_builder, text, constraints, values, _types, _is_pure, _pack):
+        results = machine.run(text, constraints, [v.data for v in values])
+        types = [kinds[c.strip("=&")] for c in constraints.split(",") if "=" in c]
+        handles = [TensorHandle(r, t) for r, t in zip(results, types, strict=True)]
+        return SimpleNamespace(get_result=handles.__getitem__)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", create)
+    return machine
+
+
+class Launched:
+    """A kernel that, interpreted, returns what a compiled one does of its shared memory."""
+
+    def __init__(self, kernel, shared):
+        self.kernel, self.found = kernel, SimpleNamespace(metadata=SimpleNamespace(shared=shared))
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **options):
+            self.kernel[grid](*arguments, **options)
+            return self.found
+
+        return launch
