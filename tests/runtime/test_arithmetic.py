@@ -84,7 +84,8 @@ def test_refusals(monkeypatch, activation, rows, message):
         arithmetic_of(activation, rows, STORED)
 
 
-def test_an_expanded_layer_has_no_a8():
+def test_an_expanded_layer_has_no_a8(monkeypatch):
+    on(monkeypatch, 9, 0)
     for activation in ("a16", "auto"):
         assert arithmetic_of(activation, Rows(1), EXPANDED) == "a16"
     with pytest.raises(ValueError, match="'a8' takes layers as stored, this one is expanded"):
