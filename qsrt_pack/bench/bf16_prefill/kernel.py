@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from qsrt_runtime.ops.group.kernel import _sort_routes
+from qsrt_runtime.ops.group.kernel import sort_routes
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def sort_kernel(
     EXPERTS: tl.constexpr, ROUTES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The blocks of each expert's routes, as group_kernel's first program makes them."""
-    _sort_routes(
+    sort_routes(
         ids, ids, counts, first_block, cursors, block_experts, order, order, num_routes,
         num_experts, num_experts, EXPERTS, ROUTES, BLOCK, False, False,
     )  # fmt: skip

@@ -8,7 +8,7 @@ from qsrt_runtime.ops.warps.kernel import rotate_rows_by_warps
 
 
 @triton.jit
-def _sort_routes(
+def sort_routes(
     ids,
     expert_map,
     counts,
@@ -145,7 +145,7 @@ def group_kernel(
     wait_for_previous(PDL)
     program = tl.program_id(0)
     if program == 0:
-        _sort_routes(
+        sort_routes(
             ids,
             expert_map,
             counts,
