@@ -17,13 +17,13 @@ import tempfile
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from bench_encode import WEIGHTS, write_model
 
 from qsrt_runtime.format.paths import sha256_file
 
+ROOT = Path(__file__).resolve().parents[2]
 HERE = (sys.executable, "-m", "qsrt_pack")
 FAILING = """
 import torch
