@@ -137,18 +137,21 @@ def _where(layer: int, numbers: range) -> str:
 
 @contextmanager
 def _device_errors(layer: int, numbers: range, device: torch.device) -> Iterator[None]:
-    """Name the device whose memory is too small or that CUDA reports an error of."""
+    """A device's memory that is too small and what CUDA reports, as errors of one line."""
+    where = _where(layer, numbers)
     try:
         yield
     except torch.OutOfMemoryError as error:
-        what = f"{device} has too little memory; give another with --devices"
-        raise FormatError(f"{_where(layer, numbers)}: {what}") from error
+        raise FormatError(
+            f"{where}: {device} has too little memory; give another with --devices"
+        ) from error
     except RuntimeError as error:
         if "CUDA" not in str(error):  # torch and Triton have it in their messages
             raise
-        what = f"{device} failed: {str(error).strip().splitlines()[0]}"
-        raise FormatError(
-            f"{_where(layer, numbers)}: {what}; if it fails again, give others with --devices"
+        reason = str(error).strip().splitlines()[0]
+        raise FormatError(  # a device's failure can be reported to those who work on another
+            f"{where}: {reason}, reported on {device}; if it comes again, give others than the "
+            "failing device with --devices"
         ) from error
 
 
@@ -209,8 +212,8 @@ def _produce(
     numbers: range,
     device: torch.device,
 ) -> list[PackedExpert]:
-    try:
-        with _device_errors(layer, numbers, device):
+    with _device_errors(layer, numbers, device):
+        try:
             shared = {
                 expert: replace(side, scales=side.scales.to(device))
                 for expert, side in hidden.items()
@@ -226,13 +229,13 @@ def _produce(
                 encoded = encode(guides, modes)
             width = experts.true_sizes.hidden
             return [_packed(e, found, guides[e], width) for e, found in encoded.items()]
-    except MatrixError as error:
-        weight = experts.weight(layer, error.expert, error.matrix)
-        name = weight.tensor if weight.index is None else f"{weight.tensor}[{weight.index}]"
-        shard = checkpoint.path_of(checkpoint.weights[weight.tensor])
-        raise FormatError(f"{shard}: tensor {name}: {error.reason}") from error
-    except ValueError as error:
-        raise FormatError(f"{_where(layer, numbers)}: {error}") from error
+        except MatrixError as error:
+            weight = experts.weight(layer, error.expert, error.matrix)
+            name = weight.tensor if weight.index is None else f"{weight.tensor}[{weight.index}]"
+            shard = checkpoint.path_of(checkpoint.weights[weight.tensor])
+            raise FormatError(f"{shard}: tensor {name}: {error.reason}") from error
+        except ValueError as error:
+            raise FormatError(f"{_where(layer, numbers)}: {error}") from error
 
 
 def _guides(
