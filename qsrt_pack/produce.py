@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -130,6 +131,30 @@ def _weights(
     return {m: place.of(found[place.block]).contiguous() for m, place in places.items()}
 
 
+def _where(layer: int, numbers: range) -> str:
+    return f"layer {layer} experts {numbers[0]} to {numbers[-1]}"
+
+
+@contextmanager
+def _device_errors(layer: int, numbers: range, device: torch.device) -> Iterator[None]:
+    """A device's memory that is too small and what CUDA reports, as errors of one line."""
+    where = _where(layer, numbers)
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise FormatError(
+            f"{where}: {device} has too little memory; give another with --devices"
+        ) from error
+    except RuntimeError as error:
+        if "CUDA" not in str(error):  # torch and Triton have it in their messages
+            raise
+        reason = str(error).strip().splitlines()[0]
+        raise FormatError(  # a device's failure can be reported to those who work on another
+            f"{where}: {reason}, reported on {device}; if it comes again, give others than the "
+            "failing device with --devices"
+        ) from error
+
+
 def _measure(
     checkpoint: Checkpoint,
     experts: RoutedExperts,
@@ -137,13 +162,15 @@ def _measure(
     numbers: range,
     device: torch.device,
 ) -> list[_Sizes]:
+    """Of some experts of a layer."""
     found = []
-    for expert in numbers:
-        weights = _weights(checkpoint, experts, layer, expert, device)
-        rows = [ordered_mean_square(weights[matrix].T).cpu() for matrix in ("w1", "w3")]
-        means = [float(ordered_sum(power)) / len(power) for power in rows]
-        means.append(ordered_mean_square(weights["w2"].flatten()).item())
-        found.append(_Sizes(rows, means))
+    with _device_errors(layer, numbers, device):
+        for expert in numbers:
+            weights = _weights(checkpoint, experts, layer, expert, device)
+            rows = [ordered_mean_square(weights[matrix].T).cpu() for matrix in ("w1", "w3")]
+            means = [float(ordered_sum(power)) / len(power) for power in rows]
+            means.append(ordered_mean_square(weights["w2"].flatten()).item())
+            found.append(_Sizes(rows, means))
     return found
 
 
@@ -185,34 +212,30 @@ def _produce(
     numbers: range,
     device: torch.device,
 ) -> list[PackedExpert]:
-    shared = {
-        expert: replace(side, scales=side.scales.to(device))
-        for expert, side in hidden.items()
-        if expert in numbers
-    }
-    where = f"layer {layer} experts {numbers[0]} to {numbers[-1]}"
-    try:
-        weights = {e: _weights(checkpoint, experts, layer, e, device) for e in numbers}
-        encode = partial(_encode, settings, layer, weights, shared)
-        guides = _guides(experts, rows, layer, weights, held_out=settings.modes == "all")
-        encoded = encode(guides)
-        if rows is not None and settings.modes == "all":  # once more, held back rows included
-            modes = {e: (found.coded.mode13, found.coded.mode2) for e, found in encoded.items()}
-            guides = _guides(experts, rows, layer, weights, held_out=False)
-            encoded = encode(guides, modes)
-        hidden = experts.true_sizes.hidden
-        return [_packed(e, found, guides[e], hidden) for e, found in encoded.items()]
-    except torch.OutOfMemoryError as error:
-        raise FormatError(
-            f"{where}: {device} has too little memory; give another with --devices"
-        ) from error
-    except MatrixError as error:
-        weight = experts.weight(layer, error.expert, error.matrix)
-        name = weight.tensor if weight.index is None else f"{weight.tensor}[{weight.index}]"
-        shard = checkpoint.path_of(checkpoint.weights[weight.tensor])
-        raise FormatError(f"{shard}: tensor {name}: {error.reason}") from error
-    except ValueError as error:
-        raise FormatError(f"{where}: {error}") from error
+    with _device_errors(layer, numbers, device):
+        try:
+            shared = {
+                expert: replace(side, scales=side.scales.to(device))
+                for expert, side in hidden.items()
+                if expert in numbers
+            }
+            weights = {e: _weights(checkpoint, experts, layer, e, device) for e in numbers}
+            encode = partial(_encode, settings, layer, weights, shared)
+            guides = _guides(experts, rows, layer, weights, held_out=settings.modes == "all")
+            encoded = encode(guides)
+            if rows is not None and settings.modes == "all":  # again, held back rows included
+                modes = {e: (each.coded.mode13, each.coded.mode2) for e, each in encoded.items()}
+                guides = _guides(experts, rows, layer, weights, held_out=False)
+                encoded = encode(guides, modes)
+            width = experts.true_sizes.hidden
+            return [_packed(e, found, guides[e], width) for e, found in encoded.items()]
+        except MatrixError as error:
+            weight = experts.weight(layer, error.expert, error.matrix)
+            name = weight.tensor if weight.index is None else f"{weight.tensor}[{weight.index}]"
+            shard = checkpoint.path_of(checkpoint.weights[weight.tensor])
+            raise FormatError(f"{shard}: tensor {name}: {error.reason}") from error
+        except ValueError as error:
+            raise FormatError(f"{_where(layer, numbers)}: {error}") from error
 
 
 def _guides(

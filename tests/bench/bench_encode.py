@@ -9,6 +9,7 @@ compares them with the reference; it exits 1 where they differ.
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -184,10 +185,10 @@ def feedback(experts: int = 4) -> Report:
     return {"what": f"LDLQ, {experts} experts", "million_weights_per_second": rate}
 
 
-def write_model(folder: Path, experts: int) -> Path:
-    """A checkpoint of one layer of GLM-like experts, random normal, bfloat16."""
+def write_model(folder: Path, experts: int, layers: int = 1) -> Path:
+    """A checkpoint of GLM-like experts, random normal, bfloat16."""
     value = checkpoints.config(
-        num_hidden_layers=1,
+        num_hidden_layers=layers,
         num_experts=experts,
         hidden_size=HIDDEN,
         moe_intermediate_size=INTERMEDIATE,
@@ -199,11 +200,12 @@ def write_model(folder: Path, experts: int) -> Path:
         weight = 0.02 * torch.randn(*shape, generator=generator, device="cuda")
         return weight.to(torch.bfloat16).cpu()
 
-    weights = {"model.layers.0.mlp.gate.weight": draw(experts, HIDDEN)}
-    for expert in range(experts):
+    weights = {}
+    for layer, expert in itertools.product(range(layers), range(experts)):
+        weights[f"model.layers.{layer}.mlp.gate.weight"] = draw(experts, HIDDEN)
         for part in checkpoints.PARTS:
             shape = (HIDDEN, INTERMEDIATE) if part == "down_proj" else (INTERMEDIATE, HIDDEN)
-            weights[checkpoints.expert_key(0, expert, part)] = draw(*shape)
+            weights[checkpoints.expert_key(layer, expert, part)] = draw(*shape)
     return checkpoints.write_checkpoint(folder, config_value=value, weights=weights, shards=8)
 
 

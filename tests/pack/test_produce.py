@@ -143,7 +143,15 @@ def test_a_layer_of_zeros(tmp_path: Path) -> None:
             MatrixError(0, 0, "w2", "too large"),
             r"model-0000\d-of-00002\.safetensors: tensor .*\.experts\.0\.down_proj\.weight: too",
         ),
-        (torch.OutOfMemoryError("full"), "layer 0 experts 0 to 0: cpu has too little memory"),
+        (torch.OutOfMemoryError("full"), "^layer 0 experts 0 to 0: cpu has too little memory"),
+        (
+            RuntimeError("CUDA error: device-side assert triggered\nand what to compile with"),
+            r"^layer 0 experts 0 to 0: CUDA error: device-side .*, reported on cpu; if",
+        ),
+        (
+            RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+            r"^layer 0 experts 0 to 0: Triton Error \[CUDA\]: an illegal .*, reported on cpu; if",
+        ),
     ],
 )
 def test_errors_say_where(
@@ -154,6 +162,26 @@ def test_errors_say_where(
 
     monkeypatch.setattr(produce, "search", search)
     with pytest.raises(FormatError, match=message):
+        produced(source)
+
+
+def test_a_device_that_fails_while_measuring(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_arguments: object) -> torch.Tensor:
+        raise RuntimeError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(produce, "ordered_mean_square", fail)
+    with pytest.raises(FormatError, match=r"^layer 0 experts 0 to 0: CUDA error: unsp"):
+        produced(source)
+
+
+def test_errors_of_programs_stay_what_they_are(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_arguments: object) -> torch.Tensor:
+        raise RuntimeError("sizes differ")
+
+    monkeypatch.setattr(produce, "search", fail)
+    with pytest.raises(RuntimeError, match=r"^sizes differ$"):
         produced(source)
 
 

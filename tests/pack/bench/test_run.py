@@ -196,6 +196,6 @@ def test_on_a_gpu(text, tokens):
         for name in ("qsrt", "triton"):
             assert 0 < found[name]["us_low"] <= found[name]["us"] <= found[name]["us_high"]
             assert found[name]["error"] < 1e-2
-            assert 0 < found[name]["share"] < 1.5
+            assert 0 < found[name]["share"] < 1.2  # reading alone is quicker than copying
     if text == "qwen30b":  # larger than the cache
         assert all(row["distinct_bytes"] > report["gpu"]["l2_bytes"] for row in report["rows"])
