@@ -89,25 +89,38 @@ def parts_us(layer: LayerWeights, topk: int, workspace: PrefillWorkspace, inputs
     x, ids, weights, out = inputs[0]
     block = block_size(layer, ids.numel())
     up = 0 if layer.traits.inputs == 1 else len(x)
-    some = len(workspace.scratch) // (2 * layer.geometry.intermediate * layer.geometry.hidden)
+    if layer.labels is None:
+        some = len(workspace.scratch) // (2 * layer.geometry.intermediate * layer.geometry.hidden)
+        labels = (workspace.scratch, workspace.scratch)
+    else:
+        some, labels = layer.geometry.experts, layer.matrices()
     experts = range(min(some, layer.geometry.experts))
-    labels = workspace.scratch
-    buffers = (workspace.first_block, labels)
+    buffers = (workspace.first_block, workspace.scratch)
+    routes = (workspace, topk, up, block)
+    options = {"by_warps": True}
     moe_prefill(x, layer, ids, weights, workspace, out)
-    calls = {
-        "group": lambda: group(x, layer, ids, None, workspace, block, True, False),
-        f"expand gate, up of {len(experts)}": lambda: expand(
-            layer, experts, *buffers, down=False, by_warps=True
-        ),
-        "gate, up": lambda: grouped_gemm(
-            workspace.rotated, layer, experts, labels, workspace, topk, up, block, down=False
+    calls = {"group": lambda: group(x, layer, ids, None, workspace, block, True, False)}
+    if layer.labels is None:
+        calls["expand gate, up"] = lambda: expand(layer, experts, *buffers, down=False, **options)
+        calls["expand down"] = lambda: expand(layer, experts, *buffers, down=True, **options)
+    calls |= {
+        f"gate, up of {len(experts)}": lambda: grouped_gemm(
+            workspace.rotated, layer, experts, labels[0], *routes, down=False, **options
         ),
         "activate": lambda: activate_routes(
-            layer, ids, None, None, workspace, by_warps=True, beside=False
+            layer, ids, None, None, workspace, beside=False, **options
         ),
-        "expand down": lambda: expand(layer, experts, *buffers, down=True, by_warps=True),
         "down": lambda: grouped_gemm(
-            workspace.middle, layer, experts, labels, workspace, 1, 0, block, down=True
+            workspace.middle,
+            layer,
+            experts,
+            labels[1],
+            workspace,
+            1,
+            0,
+            block,
+            down=True,
+            **options,
         ),
         "combine": lambda: combine_routes(layer, ids, None, weights, workspace, out, True),
     }
