@@ -84,8 +84,9 @@ def compare(model: Path, folder: Path, weights: int) -> tuple[bool, dict[str, st
         whole, layers = seconds[name]
         one_whole, one_layers = seconds["--devices 0"]
         say(
-            f"{name:14} {whole:6.1f} s ({one_whole / whole:.2f} times), its layers alone {layers:6.1f} s, "
-            f"{weights / layers / 1e6:6.1f} million weights a second ({one_layers / layers:.2f} times)"
+            f"{name:14} {whole:6.1f} s ({one_whole / whole:.2f} times), its layers alone "
+            f"{layers:6.1f} s, {weights / layers / 1e6:6.1f} million weights a second "
+            f"({one_layers / layers:.2f} times)"
         )
     first = found["--devices 0"]
     same = all(each == first for each in found.values())
