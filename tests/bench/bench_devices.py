@@ -4,13 +4,15 @@
 
 Converts a synthetic checkpoint of GLM-like experts, 6144 x 2048, 75 MB each, with --devices 0,
 with --devices 0,1 and by two of torchrun's ranks; seconds are from start to end of the command,
-with kernels compiled before. Then with --devices 0,1 where GPU 1 has an error in the last layer
-(a failed assertion on the device, after which CUDA gives it nothing but errors), and continues.
+with kernels compiled before, and those that it states for the layers. Then with --devices 0,1 where
+GPU 1 has an error in the last layer (a failed assertion on the device, after which CUDA gives it
+nothing but errors), and continues.
 Exits 1 where bytes differ or the failing conversion does not end as it should.
 """
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -48,14 +50,17 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def convert(model: Path, out: Path, *options: str, program: tuple[str, ...] = HERE) -> float:
-    """Seconds of a convert; exits where it fails."""
+def convert(
+    model: Path, out: Path, *options: str, program: tuple[str, ...] = HERE
+) -> tuple[float, float]:
+    """Seconds of a convert, and of its layers alone; exits where it fails."""
     command = [*program, "convert", str(model), str(out), "--overwrite", *options]
     start = time.perf_counter()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{command} ended with {done.returncode}: {done.stderr[-2000:]}")
-    return time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    return seconds, sum(map(float, re.findall(r"^layer \d+: .* ([\d.]+) s$", done.stderr, re.M)))
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -76,9 +81,12 @@ def compare(model: Path, folder: Path, weights: int) -> tuple[bool, dict[str, st
         out = folder / name.replace(" ", "")
         seconds[name] = convert(model, out, *options, program=program)
         found[name] = digests(out)
+        whole, layers = seconds[name]
+        one_whole, one_layers = seconds["--devices 0"]
         say(
-            f"{name:14} {seconds[name]:6.1f} s, {weights / seconds[name] / 1e6:6.1f} million "
-            f"weights a second, {seconds['--devices 0'] / seconds[name]:.2f} times"
+            f"{name:14} {whole:6.1f} s ({one_whole / whole:.2f} times), its layers alone "
+            f"{layers:6.1f} s, {weights / layers / 1e6:6.1f} million weights a second "
+            f"({one_layers / layers:.2f} times)"
         )
     first = found["--devices 0"]
     same = all(each == first for each in found.values())
