@@ -57,6 +57,7 @@ INTEGERS = (
     *("first_expert", "end_expert"),
 )
 COMMON = {
+    "PROGRAMS": 132,
     "HIDDEN": 1024,
     "BUNDLE": GEOMETRY.bundle_bytes,
     "LOCAL": GEOMETRY.bundle_bytes - LOCAL_BYTES,

@@ -91,6 +91,7 @@ def fused(
         UNIFORM=layer.traits.uniform,
         SINGLE=tokens == 1,
         HAS_MAP=expert_map is not None,
+        PROGRAMS=workspace.programs,
         STEP=step(is_bfloat16),
         PRODUCTS=products(is_bfloat16),
         PDL=pdl,

@@ -86,6 +86,7 @@ def fused_kernel(
     UNIFORM: tl.constexpr,
     SINGLE: tl.constexpr,
     HAS_MAP: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     STEP: tl.constexpr,
     PRODUCTS: tl.constexpr,
     PDL: tl.constexpr,
@@ -110,7 +111,7 @@ def fused_kernel(
         num_blocks = tl.load(counts)
     tiles: tl.constexpr = (HIDDEN + COLUMNS - 1) // COLUMNS
     total = num_blocks * HELD * (HIDDEN // 64)
-    position, end = share(total)
+    position, end = share(total, PROGRAMS)
     expert, route, words, there, n1, n2, n3 = first_step(
         slab, ids, expert_map, block_experts, block_routes, position, end, total, num_ids,
         num_experts, HIDDEN, BUNDLE, SLOT_STRIDE, HELD, HIDDEN // 64, False, UNIFORM, SINGLE,
@@ -126,17 +127,17 @@ def fused_kernel(
         False, UNIFORM, SINGLE, HAS_MAP, STEP, PRODUCTS,
     )  # fmt: skip
     total = num_blocks * tiles * (4 * HELD)
-    position, end = share(total)
+    position, end = share(total, PROGRAMS)
     expert, route, words, there, n1, n2, n3 = first_step(
         slab, ids, expert_map, block_experts, block_routes, position, end, total, num_ids,
         num_experts, HIDDEN, BUNDLE, SLOT_STRIDE, tiles, 4 * HELD, True, UNIFORM, SINGLE, HAS_MAP,
     )  # fmt: skip
     touch_scales(slab, expert, position, end, HIDDEN, BUNDLE, SLOT_STRIDE, HELD)
-    meet(arrivals)
+    meet(arrivals, PROGRAMS)
     make_middle(
         gate_up, slab, activations, weights, ids, expert_map, block_experts, block_routes, middle,
         position, end, num_blocks, num_ids, num_experts, HIDDEN, BUNDLE, SLOT_STRIDE, HELD, tiles,
-        BETA, LINEAR_BETA, WEIGH == "input", SINGLE, HAS_MAP,
+        BETA, LINEAR_BETA, WEIGH == "input", SINGLE, HAS_MAP, PROGRAMS,
     )  # fmt: skip
     products(
         middle, slab, labels, codes, ids, expert_map, block_experts, block_routes, down,
@@ -144,12 +145,12 @@ def fused_kernel(
         there, n1, n2, n3, HIDDEN, BUNDLE, SLOT_STRIDE, PAIRS, tiles, 4 * HELD, 1, True,
         UNIFORM, SINGLE, HAS_MAP, STEP, PRODUCTS,
     )  # fmt: skip
-    meet(arrivals + 1)
+    meet(arrivals + 1, PROGRAMS)
     if tl.program_id(0) == 0:
         tl.store(arrivals, 0)
     make_output(
         down, scales + 2 * SCALE_ROWS * HIDDEN, weights, ids, expert_map, block_experts,
         route_places, out, num_tokens, num_blocks, num_ids, num_experts, HIDDEN,
         SCALE_ROWS if BY_ROUTE else 1, tiles, 4 * HELD, TOPK, CHOICES, WEIGH == "output",
-        SINGLE, HAS_MAP,
+        SINGLE, HAS_MAP, PROGRAMS,
     )  # fmt: skip

@@ -83,7 +83,7 @@ def label_gemm_kernel(
     total = TOPK * TILES * STEPS
     if not SINGLE:
         total = tl.load(counts) * TILES * STEPS
-    position, end = share(total)
+    position, end = share(total, tl.num_programs(0))
     last_tile = tl.maximum(total // STEPS - 1, 0)
     tile = tl.minimum((position + 1) // STEPS, last_tile)  # of the second step
     expert, _ = block_of(

@@ -50,9 +50,9 @@ def await_labels():
 
 
 @triton.jit
-def share(total):
+def share(total, programs):
     """The run of steps that is this program's: first and end."""
-    unit = tl.cdiv(total, tl.num_programs(0))
+    unit = tl.cdiv(total, programs)
     start = tl.program_id(0) * unit
     return start, tl.minimum(start + unit, total)
 

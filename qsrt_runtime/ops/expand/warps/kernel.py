@@ -144,7 +144,7 @@ def expand_warps_kernel(
     strip, lane = thread >> 5, thread & 31
     group, quarter = lane >> 2, lane & 3
     each: tl.constexpr = TILES * STEPS
-    position, end = share(num_experts * each)
+    position, end = share(num_experts * each, tl.num_programs(0))
     position = _next_with_routes(first_block, position, end, first_expert, each)
     words, there, bits, low = _words_of(
         slab, codes, layer, first_pair, first_expert, tl.minimum(position, num_experts * each - 1),

@@ -21,13 +21,13 @@ _NORM = tl.constexpr(0.08838834764831845)  # 1 / sqrt(128)
 
 
 @triton.jit
-def meet(arrivals):
+def meet(arrivals, PROGRAMS: tl.constexpr):
     """Wait until all programs are here; what any of them wrote before can be read after."""
     tl.debug_barrier()
     tl.inline_asm_elementwise(
         _MEET,
         "=r,l,r,r",
-        [arrivals, tl.arange(0, 1024), tl.num_programs(0)],
+        [arrivals, tl.arange(0, 1024), PROGRAMS],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -73,11 +73,13 @@ def _rotate(a, b, c, d, lane, there):
 
 
 @triton.jit
-def _parts(partial, tile, place, column, there, num_tiles, STEPS: tl.constexpr):
+def _parts(
+    partial, tile, place, column, there, num_tiles, STEPS: tl.constexpr, PROGRAMS: tl.constexpr
+):  # fmt: skip
     """Where a tile's first part is, how many there are (first_and_last_program), none unless
     there; and how many a tile has at most. num_tiles: of all blocks.
     """
-    unit = tl.maximum(tl.cdiv(num_tiles * STEPS, tl.num_programs(0)), 1)
+    unit = tl.maximum(tl.cdiv(num_tiles * STEPS, PROGRAMS), 1)
     first = tile * STEPS // unit
     count = tl.where(there, (tile * STEPS + STEPS - 1) // unit - first + 1, 0)
     source = partial + ((first + tile) * PLACES + place).to(tl.int64) * COLUMNS + column
@@ -152,7 +154,7 @@ def make_middle(
     position, end, num_blocks, num_ids, num_experts,
     HIDDEN: tl.constexpr, BUNDLE: tl.constexpr, SLOT_STRIDE: tl.constexpr, PAIRS: tl.constexpr,
     TILES: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, WEIGH: tl.constexpr,
-    SINGLE: tl.constexpr, HAS_MAP: tl.constexpr,
+    SINGLE: tl.constexpr, HAS_MAP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """The rows of down that its steps position to end take, to middle; see activate_kernel.
 
@@ -200,7 +202,7 @@ def make_middle(
             down_scales, down_more = _halves(local + 128, active)
             source, parts, most = _parts(
                 partial, block * PAIRS + pair, place, side * 128 + lane * 4, there,
-                num_blocks * PAIRS, HIDDEN // 64,
+                num_blocks * PAIRS, HIDDEN // 64, PROGRAMS,
             )  # fmt: skip
             g0, g1, g2, g3 = lane * 0.0, lane * 0.0, lane * 0.0, lane * 0.0
             h0, h1, h2, h3 = g0, g0, g0, g0
@@ -260,7 +262,7 @@ def make_output(
     num_tokens, num_blocks, num_ids, num_experts,
     HIDDEN: tl.constexpr, SCALE_ROWS: tl.constexpr, TILES: tl.constexpr, STEPS: tl.constexpr,
     TOPK: tl.constexpr, CHOICES: tl.constexpr, WEIGH: tl.constexpr, SINGLE: tl.constexpr,
-    HAS_MAP: tl.constexpr,
+    HAS_MAP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Each token's routes rotated, scaled and summed, to out; see combine_kernel.
 
@@ -274,7 +276,7 @@ def make_output(
     number, choice = warp // CHOICES, warp % CHOICES
     round_start = tl.program_id(0)
     while round_start < num_tokens * groups:
-        item = round_start + number * tl.num_programs(0)
+        item = round_start + number * PROGRAMS
         there = (number < at_once) & (choice < TOPK) & (item < num_tokens * groups)
         group = item % groups
         route = item // groups * TOPK + choice
@@ -289,7 +291,7 @@ def make_output(
             expert = tl.load(block_experts + block, mask=there, other=0)
         source, parts, most = _parts(
             partial, block * TILES + group // 4, place, group % 4 * 128 + lane * 4, there,
-            num_blocks * TILES, STEPS,
+            num_blocks * TILES, STEPS, PROGRAMS,
         )  # fmt: skip
         svh = scales + group * 128 + lane * 4
         if SCALE_ROWS > 1:
@@ -324,7 +326,7 @@ def make_output(
             _PUT, "=r,r,f,f,f,f", [thread * 16, a, b, c, d], dtype=tl.int32, is_pure=False, pack=1
         )
         tl.debug_barrier()
-        item = round_start + (thread >> 7) * tl.num_programs(0)
+        item = round_start + (thread >> 7) * PROGRAMS
         there = (thread < at_once * 128) & (item < num_tokens * groups)
         source = (thread >> 7) * (CHOICES * 512) + (thread & 127) * 4
         total = tl.zeros((1024,), tl.float32)
@@ -335,4 +337,4 @@ def make_output(
         target = out + (item // groups).to(tl.int64) * HIDDEN + item % groups * 128 + (thread & 127)
         tl.store(target, total.to(out.dtype.element_ty), mask=there)
         tl.debug_barrier()
-        round_start += at_once * tl.num_programs(0)
+        round_start += at_once * PROGRAMS

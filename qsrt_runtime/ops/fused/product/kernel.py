@@ -314,7 +314,7 @@ def product_kernel(
     total = TOPK * TILES * STEPS
     if not SINGLE:
         total = tl.load(counts) * TILES * STEPS
-    position, end = share(total)
+    position, end = share(total, tl.num_programs(0))
     expert, route, words, there, n1, n2, n3 = first_step(
         slab, ids, expert_map, block_experts, block_routes, position, end, total, num_ids,
         num_experts, HIDDEN, BUNDLE, SLOT_STRIDE, TILES, STEPS, DOWN, UNIFORM, SINGLE, HAS_MAP,

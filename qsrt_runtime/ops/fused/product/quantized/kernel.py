@@ -150,7 +150,7 @@ def quantized_kernel(
     total = TOPK * TILES * STEPS
     if not SINGLE:
         total = tl.load(counts) * TILES * STEPS
-    position, end = share(total)
+    position, end = share(total, tl.num_programs(0))
     _, route, words, there, n1, n2, n3 = first_step(
         slab, ids, expert_map, block_experts, block_routes, position, end, total, num_ids,
         num_experts, HIDDEN, BUNDLE, SLOT_STRIDE, TILES, STEPS, DOWN, True, SINGLE, HAS_MAP,

@@ -104,7 +104,7 @@ def wide_kernel(
     advance: tl.constexpr = (2 * SLOT_STRIDE // 4) if DOWN else 96
     x = x.to(tl.pointer_type(tl.int32))
     total = tl.load(counts) * TILES * STEPS
-    position, end = share(total)
+    position, end = share(total, tl.num_programs(0))
     words, there = _words_of(
         slab, block_experts, position, tl.maximum(total, 1) - 1, strip, lane, HIDDEN, BUNDLE,
         SLOT_STRIDE, TILES, STEPS, DOWN,
