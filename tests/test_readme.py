@@ -20,7 +20,7 @@ EXAMPLE = "examples/tiny_moe/model"
 OTHERS = {  # options that are not of our commands, but of pip, torchrun, vLLM, and our scripts
     *("--help", "--check", "--nproc_per_node", "--tensor-parallel-size"),
     *("--enable-expert-parallel", "--hypothesis-profile"),
-    *("--a8", "--by", "--each", "--experts", "--layers", "--points", "--seeds"),
+    *("--a8", "--expanded", "--by", "--each", "--experts", "--layers", "--points", "--seeds"),
 }
 _MESSAGES = TEXT[TEXT.index("<!-- messages -->") : TEXT.index("\n# Details")]
 MESSAGES = re.findall(r"^\| `([^`]*)` \| ", _MESSAGES, re.M)
