@@ -19,6 +19,7 @@ from layers import (
     place,
     poisoned,
     random_layer,
+    uneven_sum,
 )
 from packages import write_package
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -157,6 +158,21 @@ def test_maps_and_weights_on_the_input(name, dtype):  # RT-1c, RT-3b, RT-7b, RT-
         assert torch.equal(found, run(x, packed, ids, 4 * weights, **given))
         expected = moe_forward_reference(x.float(), layer, ids, 4 * weights, **given)
         assert error(found, expected) < 1.2 * BOUND[dtype]
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+def test_sum_in_float32(name, dtype):  # RT-9b
+    packed = random_layer(SMALL, place(name))
+    layer = expanded(packed)
+    x = inputs(layer, 1, 2, dtype)[0]
+    ids, weights = uneven_sum(x.device)
+    found = run(x, layer, ids, weights)
+    assert torch.equal(found, run(x, packed, ids, weights))
+    unit = moe_forward_reference(x.float(), layer, ids[:, :1], weights[:, 1:2])
+    assert error(found, 6 * unit) < 1.2 * BOUND[dtype]
+    if layer.atoms.is_cuda:
+        few = moe_decode(x, layer, ids, weights, poisoned(layer, 8, dtype), torch.empty_like(x))
+        assert error(few, 6 * unit) < 1.2 * BOUND[dtype]
 
 
 @pytest.mark.parametrize(("name", "dtype"), DEVICES)

@@ -17,6 +17,7 @@ from layers import (
     place,
     poisoned,
     random_layer,
+    uneven_sum,
 )
 
 from qsrt_runtime import moe_decode as module
@@ -733,3 +734,16 @@ def test_the_operator_on_a_gpu(dtype):
         expected = moe_forward_reference(x.float(), layer, ids, weights)
         assert found.dtype == dtype
         assert error(found, expected) < {**BOUND, torch.float32: 1e-5}[dtype]
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_sum_in_float32(name, dtype, activation):  # RT-9b
+    layer = random_layer(SMALL, place(name))
+    x = inputs(layer, 1, 2, dtype)[0]
+    ids, weights = uneven_sum(x.device)
+    found = run(x, layer, ids, weights, activation=activation)
+    unit = moe_forward_reference(
+        x.float(), layer, ids[:, :1], weights[:, 1:2], activation=activation
+    )
+    assert error(found, 6 * unit) < 1.2 * BOUND[dtype]

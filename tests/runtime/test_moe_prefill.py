@@ -17,6 +17,7 @@ from layers import (
     inputs,
     place,
     random_layer,
+    uneven_sum,
 )
 
 from qsrt_runtime.format.geometry import Geometry
@@ -216,3 +217,13 @@ def test_graphs_and_their_first_call():  # RT-6
             out.fill_(float("nan"))
             graph.replay()
             assert torch.equal(out, eager)
+
+
+@pytest.mark.parametrize(("name", "dtype"), DEVICES)
+def test_sum_in_float32(name, dtype):  # RT-9b
+    layer = random_layer(SMALL, place(name))
+    x = inputs(layer, 1, 2, dtype)[0]
+    ids, weights = uneven_sum(x.device)
+    found = run(x, layer, ids, weights)
+    unit = moe_forward_reference(x.float(), layer, ids[:, :1], weights[:, 1:2])
+    assert error(found, 6 * unit) < 1.2 * BOUND[dtype]
