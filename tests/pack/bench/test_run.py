@@ -83,8 +83,8 @@ def test_expanded_layers_that_are_others_are_refused(machine, monkeypatch):
 
     def wrong(layer):
         found = real(layer)
-        gate = found.matrices()[0].view(3, -1)[1]  # a sixteenth of one expert's gate and up
-        gate[: len(gate) // 16] = 0
+        labels = found.matrices()[0].view(3, -1)  # of each expert's gate and up
+        labels[:, : labels.shape[1] // 16] = 0
         return found
 
     monkeypatch.setattr(packed, "expanded", wrong)
