@@ -18,12 +18,13 @@ class Unavailable(Exception):
 class Choice:
     """One way's calls, one for each input. name: of its kernels and how they are launched.
 
-    outs: [T, H], what each call writes.
+    outs: [T, H], what each call writes.   activation: of the products' rows, "a16" or "a8".
     """
 
     name: str
     calls: list[Call]
     outs: list[torch.Tensor]
+    activation: str = "a16"
 
 
 # Checks a choice against the reference; microseconds of a few replays.
@@ -31,7 +32,7 @@ Measure = Callable[[Choice], float]
 
 
 class Way(Protocol):
-    """name: its column's.   weights: "packed" or "dense", what it computes with.
+    """name: its column's.   weights: "packed", as stored or expanded, or "dense".
 
     expert_bytes: of an expert's weights, all of which it reads.
     """
@@ -41,10 +42,29 @@ class Way(Protocol):
     expert_bytes: int
 
     def buffer_bytes(self, tokens: int, dtype: torch.dtype) -> int:
-        """Of memory, beside weights and the calls' rows, in and out."""
+        """Of memory, beside weights and the calls' rows, in and out.
+
+        Raises Unavailable where it takes no so many tokens.
+        """
 
     def tune(self, inputs: Sequence[Input], measure: Measure) -> Choice:
         """The fastest choice. Raises Unavailable where there is none."""
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A way that cannot run here, whatever the number of tokens.   reason: why."""
+
+    name: str
+    expert_bytes: int
+    reason: str
+    weights: str = "packed"
+
+    def buffer_bytes(self, tokens: int, dtype: torch.dtype) -> int:
+        raise Unavailable(self.reason)
+
+    def tune(self, inputs: Sequence[Input], measure: Measure) -> Choice:
+        raise Unavailable(self.reason)
 
 
 def tensor_bytes(held: object) -> int:

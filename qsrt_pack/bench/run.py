@@ -3,7 +3,7 @@
 import logging
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +28,15 @@ def bench(
     tokens: Sequence[int],
     machine: Machine,
     *,
+    also: Collection[str] = (),
     dtype: torch.dtype = torch.bfloat16,
 ) -> dict[str, Any]:
     """Measure a layer in every way that there is, and return the report.
 
     what: a package, whose layers are loaded, or sizes, of which a layer is made of random words.
+    also: "a8", the packed layer with rows in MXFP8, and "expanded", its copy expanded to E4M3.
     The dense ways have what the very layer decodes to, rounded to dtype. For each number of tokens
-    every way is first compared with the reference and with the way before it, and only then timed,
+    every way is first compared with the reference and with a way before it, and only then timed,
     in replays of a graph whose calls go through more than the L2 cache holds.
     Raises FormatError where the GPU has no room, or a packed way's output is wrong; a dense way
     whose output is wrong is left out.
@@ -44,7 +46,7 @@ def bench(
     subject = made(what, machine) if isinstance(what, Shape) else loaded_from(what, machine)
     dense, absent = dense_layers(subject, machine, dtype)
     _log.info("compiling and measuring; each kernel's first call takes seconds")
-    ways = make_ways(subject.layers, dense, subject.shape.topk, machine)
+    ways = make_ways(subject.layers, dense, subject.shape.topk, machine, also)
     rows = [_row(subject, ways, count, machine, dtype, rate) for count in tokens]
     shape = subject.shape
     report = {
@@ -95,7 +97,7 @@ def _row(
     calls = count_calls(shape, tokens, len(layers), machine.l2_bytes)
     row = {"tokens": tokens, "calls": calls, "experts": None, "distinct_bytes": None}
     size = input_bytes(shape, tokens, dtype)
-    results = _too_large(ways, tokens, 4 * calls * size, machine, dtype)
+    results = _left_out(ways, tokens, 4 * calls * size, machine, dtype)
     if len(results) < len(ways):
         inputs = make_inputs(shape, tokens, calls, len(layers), dtype, machine.device)
         experts, distinct = experts_of(inputs)
@@ -112,17 +114,25 @@ def _row(
     return row
 
 
-def _too_large(
+def _left_out(
     ways: Sequence[Way], tokens: int, rows: int, machine: Machine, dtype: torch.dtype
 ) -> dict[str, dict[str, Any]]:
-    """The results of ways that there is no memory for. rows: bytes of all calls' rows."""
+    """The results of ways that take fewer tokens, or more memory than there is.
+
+    rows: bytes of all calls' rows.
+    """
     free = USABLE * machine.free_bytes()
-    needs = {way.name: rows + way.buffer_bytes(tokens, dtype) for way in ways}
-    return {
-        name: {"skipped": f"takes {gigabytes(needed)} of memory, {gigabytes(free)} are free"}
-        for name, needed in needs.items()
-        if needed > free
-    }
+    found = {}
+    for way in ways:
+        try:
+            needed = rows + way.buffer_bytes(tokens, dtype)
+        except Unavailable as reason:
+            found[way.name] = {"skipped": str(reason)}
+            continue
+        if needed > free:
+            needs = f"takes {gigabytes(needed)} of memory, {gigabytes(free)} are free"
+            found[way.name] = {"skipped": needs}
+    return found
 
 
 def _measure(way: Way, inputs: Sequence[Input], check: Check, machine: Machine) -> dict[str, Any]:

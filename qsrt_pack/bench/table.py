@@ -28,13 +28,7 @@ def describe(report: dict[str, Any]) -> str:
         lines.append(f"No dense ways: {report['dense_absent']}.")
     if any(_is_cached(report, row) for row in report["rows"]):
         lines.append("*: what the calls go through is not larger than the L2 cache.")
-    lines += [
-        f"M = {row['tokens']}, {result['way']} left out: {result['skipped']}"
-        for row in report["rows"]
-        for result in row["results"]
-        if "skipped" in result
-    ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_errors(report), *_left_out(report)])
 
 
 def speeds(report: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
@@ -51,27 +45,55 @@ def _is_cached(report: dict[str, Any], row: dict[str, Any]) -> bool:
     return found is not None and found <= report["gpu"]["l2_bytes"]
 
 
-def _table(report: dict[str, Any]) -> list[str]:
-    names = [way["way"] for way in report["ways"]]
-    packed = [way["way"] for way in report["ways"] if way["weights"] == "packed"]
-    head = ["M", *(f"{name} {what}" for name in names for what in ("us", "MB", "share"))]
-    rows = [[*head, *(f"{name} speed" for name in packed)]]
+def _errors(report: dict[str, Any]) -> list[str]:
+    """A line of each way's largest error, none where nothing was measured."""
+    found: dict[str, float] = {}
     for row in report["rows"]:
-        cells = [f"{row['tokens']:,}" + ("*" if _is_cached(report, row) else "")]
         for result in row["results"]:
-            cells += _cells(result)
-        found = speeds(report, row)
-        cells += [f"{found[name]:.2f}" if name in found else "-" for name in packed]
-        rows.append(cells)
+            if "us" in result:
+                found[result["way"]] = max(result["error"], found.get(result["way"], 0))
+    if not found:
+        return []
+    errors = ", ".join(f"{name} {error:.1e}" for name, error in found.items())
+    return [f"Largest relative errors: {errors}."]
+
+
+def _left_out(report: dict[str, Any]) -> list[str]:
+    """A line for each way and reason."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for row in report["rows"]:
+        for result in row["results"]:
+            if "us" not in result:
+                key = (result["way"], result["skipped"])
+                found.setdefault(key, []).append(str(row["tokens"]))
+    return [f"M = {', '.join(m)}: {way} left out: {why}" for (way, why), m in found.items()]
+
+
+def _table(report: dict[str, Any]) -> list[str]:
+    """Columns of each way under its name."""
+    tokens = [f"{row['tokens']:,}" + "*" * _is_cached(report, row) for row in report["rows"]]
+    blocks = [_block("", [["M"], *([text] for text in tokens)])]
+    for place, way in enumerate(report["ways"]):
+        head = ["us", "MB", "share"] + ["speed"] * (way["weights"] == "packed")
+        rows = [_cells(row["results"][place], speeds(report, row)) for row in report["rows"]]
+        blocks.append(_block(f" {way['way']} ", [head, *(cells[: len(head)] for cells in rows)]))
+    return ["   ".join(parts) for parts in zip(*blocks, strict=True)]
+
+
+def _block(name: str, rows: list[list[str]]) -> list[str]:
+    """A line of the name, and one for each row of cells, all of one length."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
+    lines = ["  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
+    width = max(len(name), len(lines[0]))
+    return [name.center(width, "-" if name else " "), *(line.rjust(width) for line in lines)]
 
 
-def _cells(result: dict[str, Any]) -> list[str]:
+def _cells(result: dict[str, Any], speed: dict[str, float]) -> list[str]:
     if "us" not in result:
-        return ["-"] * 3
+        return ["-"] * 4
     return [
         f"{result['us']:.1f}",
         f"{result['bytes'] / 1e6:,.1f}",
         f"{100 * result['share']:.0f} %",
+        f"{speed[result['way']]:.2f}" if result["way"] in speed else "-",
     ]

@@ -156,6 +156,14 @@ def _token_counts(_context: click.Context, _parameter: click.Parameter, text: st
     help="How many tokens a layer is given at once, several separated by commas.",
 )
 @click.option("--device", default="auto", show_default=True, help="A CUDA device's number.")
+@click.option(
+    "--with",
+    "also",
+    type=click.Choice(["a8", "expanded"]),
+    multiple=True,
+    help="Also the packed layer with rows in MXFP8 (W4A8), or expanded to E4M3, which takes memory "
+    "of its own; may be repeated.",
+)
 @click.option("--json", "json_file", type=LOCATION, help="A file for the report, as JSON.")
 @click.option("--png", type=LOCATION, help="A file for a plot of it.")
 @click.option("--overwrite", is_flag=True, help="Replace these files.")
@@ -163,6 +171,7 @@ def bench_command(
     what: str,
     tokens: list[int],
     device: str,
+    also: tuple[str, ...],
     json_file: Path | None,
     png: Path | None,
     overwrite: bool,
@@ -175,9 +184,10 @@ def bench_command(
     glm, mixtral (a folder of that name is ./glm).
 
     The packed layer runs by the kernels that moe_forward takes; the same layer decoded to bfloat16
-    by torch's grouped product and by Triton kernels, tuned for each number of tokens. Every output
-    is first compared with the reference. Times are medians of graph replays over more inputs than
-    the L2 cache holds, routing included.
+    by torch's grouped product and by Triton kernels, tuned for each number of tokens; --with adds
+    other ways of ours. What cannot run here is left out, with the reason. Every output is first
+    compared with the reference. Times are medians of graph replays over more inputs than the L2
+    cache holds, routing included.
 
     \b
     Example:
@@ -208,7 +218,7 @@ def bench_command(
         check_file(file, None if shape else subject, overwrite)
     if json_file is not None and json_file == png:
         raise click.UsageError("--json and --png name the same file")
-    report = bench(subject, tokens, machine_of(found))
+    report = bench(subject, tokens, machine_of(found), also=also)
     click.echo(describe(report))
     with ExitStack() as stack:
         if json_file is not None:

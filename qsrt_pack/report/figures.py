@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 _INK, _FAINT, _COLOURS = "#24292f", "#d0d7de", ("#0969da", "#d4761a", "#1a7f37", "#8250df")
-_REST = "#7d8590"
+_REST, _LINES = "#7d8590", ("-", "--", "-.", ":")
 _LEAST, _LARGEST = 1e-30, 1e30  # ends of what is drawn: near 1e308 matplotlib's axes overflow
 _VARIABLES = {_INK: "--ink", _FAINT: "--faint", _REST: "--rest"} | {
     colour: f"--series-{number}" for number, colour in enumerate(_COLOURS)
@@ -177,8 +177,9 @@ def plot_lines(
     with _panels(len(panels), 2.2) as (figure, axes):
         for ax, (title, lines) in zip(axes, panels.items(), strict=True):
             for place, (name, points) in enumerate(lines.items()):
+                stroke = {"color": _COLOURS[place % 4], "linestyle": _LINES[place // 4 % 4]}
                 marks = {"marker": "os^D"[place % 4], "markersize": 4, "linewidth": 1.2}
-                ax.plot(*zip(*points, strict=True), color=_COLOURS[place % 4], label=name, **marks)
+                ax.plot(*zip(*points, strict=True), label=name, **stroke, **marks)
             ax.set_title(title)
             ax.set_xscale("log", base=2)
             ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:g}"))
@@ -190,7 +191,7 @@ def plot_lines(
             ax.yaxis.set_major_formatter(FuncFormatter(_short))
         axes[-1].set_xlabel(label)
         handles, names = axes[0].get_legend_handles_labels()
-        figure.legend(handles, names, loc="outside lower right", ncols=len(names))
+        figure.legend(handles, names, loc="outside lower right", ncols=min(3, len(names)))
     return figure
 
 

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from benched import bench_report
+from benched import bench_report, with_ways
 from click.testing import CliRunner
 from fakehub import FakeHub
 from packages import write_package
@@ -61,6 +61,20 @@ def test_a_report_is_in_the_card_and_stays(hub: FakeHub, pkg: Path, tmp_path: Pa
     assert push(pkg, NAME, show_progress=False) == digest  # the report stays
     push(pkg, NAME, bench=file_of(tmp_path, pkg, seconds=9.0), **FACTS)  # measured after a push
     assert json.loads((pkg / "qsrt-bench.json").read_text())["seconds"] == 9
+
+
+def test_all_ways_are_in_the_card(hub: FakeHub, pkg: Path, tmp_path: Path) -> None:
+    report = with_ways(bench_report())
+    file = file_of(tmp_path, pkg, ways=report["ways"], rows=report["rows"])
+    push(pkg, NAME, bench=file, **FACTS)
+    titles = "| tokens | qsrt, packed | qsrt a8, packed | qsrt expanded, packed | torch, dense | \
+triton, dense | speed of qsrt | speed of qsrt a8 | speed of qsrt expanded |"
+    rows = [
+        "|---" * 9 + "|",
+        "| 1 | 30.0 | 20.0 | 25.0 | 90.0 | 24.0 | 0.80 | 1.20 | 0.96 |",
+        "| 4,096 | 800.0 |  | 500.0 | 1000.0 |  | 1.25 |  | 2.00 |",
+    ]
+    assert "\n".join([titles, *rows, ""]) in (pkg / "README.md").read_text()
 
 
 def test_the_command(hub: FakeHub, pkg: Path, tmp_path: Path) -> None:

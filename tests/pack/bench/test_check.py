@@ -1,5 +1,7 @@
 """What a way has to give before it is timed."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -26,15 +28,16 @@ def inputs():
     return make_inputs(SHAPE, TOKENS, CALLS, 1, torch.float32, torch.device("cpu"))
 
 
-def choice_of(layer, inputs, change=lambda number, out: None):
+def choice_of(layer, inputs, change=lambda number, out: None, activation="a16"):
     outs = [torch.empty_like(i.x) for i in inputs]
 
     def call(number):
         i = inputs[number]
-        outs[number].copy_(moe_forward_reference(i.x, layer, i.ids, i.weights))
+        out = moe_forward_reference(i.x, layer, i.ids, i.weights, activation=activation)
+        outs[number].copy_(out)
         change(number, outs[number])
 
-    return Choice("some", [lambda n=n: call(n) for n in range(len(inputs))], outs)
+    return Choice("some", [lambda n=n: call(n) for n in range(len(inputs))], outs, activation)
 
 
 def test_the_same_is_let_pass(layer, inputs):
@@ -100,3 +103,35 @@ def test_one_wrong_row_of_many_is_found(layer):
     message = r"a row of another way by \d\.\de-01, expected at most 0\.1"
     with pytest.raises(FormatError, match=message):
         check.error("b", choice_of(layer, inputs, scaled(0.7, 250)))
+
+
+def test_quantized_rows_have_bounds_of_their_own(layer, inputs):
+    check, a8 = Check(inputs, [layer]), choice_of(layer, inputs, activation="a8")
+    assert 4e-2 < check.error("a", a8) < 6e-2
+    with pytest.raises(WrongError, match=r"the reference by 4\.\de-02, expected at most 0\.01;"):
+        check.error("a", replace(a8, activation="a16"))
+    exact = replace(choice_of(layer, inputs), activation="a8")
+    with pytest.raises(WrongError, match=r"a8 reference by 4\.\de-02, expected at most 0\.005;"):
+        check.error("a", exact)
+    for factor, message in (
+        (1.1, r"differs from the reference by 1\.\de-01, expected at most 0\.09;"),
+        (1.006, r"differs from the a8 reference by 6\.0e-03, expected at most 0\.005;"),
+    ):
+        with pytest.raises(WrongError, match=message):
+            check.error("a", choice_of(layer, inputs, scaled(factor), "a8"))
+
+
+def test_quantized_rows_are_held_to_another_way_and_none_to_them(layer, inputs):
+    check, good = Check(inputs, [layer]), choice_of(layer, inputs)
+    a8 = choice_of(layer, inputs, activation="a8")
+    check.error("a", a8)
+    check.keep(a8)
+    wrong = choice_of(layer, inputs, scaled(0, slice(8, 12)), "a8")
+    check.error("a", wrong)  # nothing to compare with yet
+    check.error("b", good)
+    check.keep(good)
+    check.keep(a8)
+    check.error("b", good)
+    check.error("a", a8)
+    with pytest.raises(FormatError, match=r"another way by \d\.\de-01, expected at most 0\.1;"):
+        check.error("a", wrong)

@@ -11,6 +11,7 @@ from packages import write_package
 from qsrt_pack.bench import machine, run
 from qsrt_pack.bench.shapes import parse_shape
 from qsrt_pack.bench.table import describe
+from qsrt_pack.bench.ways import ASKED_FOR
 from qsrt_pack.cli import main, measure
 from qsrt_runtime.format.geometry import Geometry
 
@@ -26,8 +27,8 @@ def given(monkeypatch: pytest.MonkeyPatch, report: dict) -> list[tuple]:
     """What bench was called with, on a machine that has a GPU."""
     found: list[tuple] = []
 
-    def bench(*arguments: object) -> dict:
-        found.append(arguments)
+    def bench(*arguments: object, also: tuple[str, ...]) -> dict:
+        found.append((*arguments, also))
         return report
 
     monkeypatch.setattr(measure, "one_device", lambda _text: torch.device("cuda", 0))
@@ -49,7 +50,7 @@ def test_a_table_json_and_a_plot(given: list, report: dict, tmp_path: Path) -> N
     files = ("--json", tmp_path / "bench.json", "--png", tmp_path / "bench.png")
     result = invoke(TINY, "-m", "64,1,64", *files)
     assert (result.exit_code, result.stdout) == (0, describe(report) + "\n")
-    assert given == [(parse_shape(TINY), [1, 64], "machine of cuda:0")]
+    assert given == [(parse_shape(TINY), [1, 64], "machine of cuda:0", ())]
     assert json.loads((tmp_path / "bench.json").read_text()) == report
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
     assert len(list(tmp_path.iterdir())) == 2
@@ -59,6 +60,13 @@ def test_a_table_json_and_a_plot(given: list, report: dict, tmp_path: Path) -> N
     assert "bench.json exists; choose another or give --overwrite to replace it" in again.stderr
     assert invoke(TINY, *files, "--overwrite").exit_code == 0
     assert given[1][1] == [1 << power for power in range(13)]
+
+
+def test_ways_that_are_asked_for(given: list) -> None:
+    assert invoke(TINY, "--with", "expanded", "--with", "a8").exit_code == 0
+    assert set(given[0][3]) == set(ASKED_FOR)
+    result = invoke(TINY, "--with", "bf16")
+    assert result.exit_code == 2 and "'bf16' is not one of 'a8', 'expanded'" in result.stderr
 
 
 def test_a_package(given: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,8 +112,10 @@ def test_a_plot_that_fails_leaves_no_file(
 def test_on_a_gpu(tmp_path: Path) -> None:
     folder = write_package(tmp_path / "p", Geometry(256, 512, 8), layers=(0, 1))
     files = ("--json", tmp_path / "bench.json", "--png", tmp_path / "bench.png")
-    result = invoke(folder, "-m", "1,32", *files)
+    ways = ("--with", "a8", "--with", "expanded")
+    result = invoke(folder, "-m", "1,32", *ways, *files)
     assert result.exit_code == 0, result.output
     report = json.loads((tmp_path / "bench.json").read_text())
     assert report["load"]["layers"] == 2 and report["load"]["bytes"] > 0
+    assert [way["way"] for way in report["ways"]][:3] == ["qsrt", "qsrt a8", "qsrt expanded"]
     assert result.stdout == describe(report) + "\n"

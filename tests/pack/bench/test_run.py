@@ -59,6 +59,52 @@ def test_sizes(machine, clock):
 
 
 @interpreted
+def test_all_ways(machine):
+    report = bench(TINY, [1, 17], machine, also=["expanded", "a8"], dtype=HALF)
+    names = ["qsrt", "qsrt a8", "qsrt expanded", "torch", "triton"]
+    assert [way["way"] for way in report["ways"]] == names
+    assert [way["weights"] for way in report["ways"]] == ["packed"] * 3 + ["dense"] * 2
+    small, same, large = (way["expert_bytes"] for way in report["ways"][:3])
+    assert (small, same, large) == (38_400, 38_400, 3 * 128 * 256 + 8 * 3 * 64)
+    one, many = (results(report, tokens) for tokens in (1, 17))
+    assert many["qsrt a8"] == {"way": "qsrt a8", "skipped": "takes up to 16 tokens"}
+    assert one["qsrt a8"]["bytes"] == one["qsrt"]["bytes"] == 2 * small + 128 * 4
+    assert one["qsrt expanded"]["bytes"] == 2 * large + 128 * 4
+    assert many["qsrt expanded"]["bytes"] == 3 * large + 17 * 128 * 4
+    assert 1e-2 < one["qsrt a8"]["error"] < 9e-2
+    assert max(found["qsrt expanded"]["error"] for found in (one, many)) < 2e-3
+    assert one["qsrt a8"]["choice"] == "moe_decode"
+    assert describe(report).endswith("\nM = 17: qsrt a8 left out: takes up to 16 tokens")
+
+
+@interpreted
+def test_expanded_layers_that_are_others_are_refused(machine, monkeypatch):
+    real = packed.expanded
+
+    def wrong(layer):
+        found = real(layer)
+        labels = found.matrices()[0].view(3, -1)  # of each expert's gate and up
+        labels[:, : labels.shape[1] // 16] = 0
+        return found
+
+    monkeypatch.setattr(packed, "expanded", wrong)
+    with pytest.raises(FormatError, match=r"qsrt expanded \(moe_prefill\) .* differs from the"):
+        bench(TINY, [1], machine, also=["expanded"], dtype=HALF)
+
+
+@interpreted
+def test_ways_that_cannot_run_here(machine, with_free):
+    report = bench(TINY, [1], replace(machine, capability=(8, 6)), also=["a8"], dtype=HALF)
+    found = results(report, 1)
+    assert found["qsrt a8"]["skipped"] == "takes an NVIDIA GPU of capability 8.9 or newer"
+    assert found["torch"]["us"] > 0
+    report = bench(TINY, [1], with_free(600_000), also=["expanded"], dtype=HALF)
+    found = results(report, 1)
+    assert found["qsrt expanded"]["skipped"].startswith("labels take 0.00 GB of memory, ")
+    assert report["dense_absent"] and found["qsrt"]["us"] > 0
+
+
+@interpreted
 def test_a_package(machine, tmp_path):
     sizes = TrueSizes(192, 256)
     geometry = sizes.padded(3)
@@ -92,8 +138,8 @@ def test_many_tokens(machine, monkeypatch):
 def test_a_wrong_result_is_not_timed(machine, clock, monkeypatch):
     real = packed.moe_decode
 
-    def wrong(x, layer, ids, weights, workspace, out):
-        real(x, layer, ids, weights, workspace, out)
+    def wrong(x, layer, ids, weights, workspace, out, **options):
+        real(x, layer, ids, weights, workspace, out, **options)
         out[-1] *= 1.02
 
     monkeypatch.setattr(packed, "moe_decode", wrong)
@@ -132,7 +178,7 @@ def test_a_way_that_this_torch_does_not_have(machine, monkeypatch):
     report = bench(TINY, [2], machine, dtype=HALF)
     assert results(report, 2)["torch"] == {"way": "torch", "skipped": "grouped gemm is for sm_90"}
     assert results(report, 2)["triton"]["us"] > 0
-    assert "M = 2, torch left out: grouped gemm is for sm_90" in describe(report)
+    assert "M = 2: torch left out: grouped gemm is for sm_90" in describe(report)
 
 
 def test_a_gpu_too_small_for_the_layers(machine, with_free, tmp_path):
@@ -186,16 +232,19 @@ def test_another_activation(machine, mixed):
     [("H=128,I=256,E=4,k=2", [1, 3, 64, 300]), ("qwen30b", [1, 16, 512])],
 )
 def test_on_a_gpu(text, tokens):
-    report = bench(parse_shape(text), tokens, machine_of(torch.device("cuda", 0)))
+    machine = machine_of(torch.device("cuda", 0))
+    report = bench(parse_shape(text), tokens, machine, also=["a8", "expanded"])
     schema.check(report, "report", "report")
     assert report["dtype"] == "bfloat16"
     assert report["gpu"]["copy_bytes_per_s"] > 1e11
     for row in report["rows"]:
         found = results(report, row["tokens"])
-        assert set(found) == {"qsrt", "torch", "triton"}
-        for name in ("qsrt", "triton"):
+        assert set(found) == {"qsrt", "qsrt a8", "qsrt expanded", "torch", "triton"}
+        has_a8 = row["tokens"] <= 16 and machine.capability >= (8, 9)
+        assert ("us" in found["qsrt a8"]) is has_a8
+        for name in ("qsrt", "qsrt expanded", "triton", *["qsrt a8"] * has_a8):
             assert 0 < found[name]["us_low"] <= found[name]["us"] <= found[name]["us_high"]
-            assert found[name]["error"] < 1e-2
+            assert found[name]["error"] < (9e-2 if name == "qsrt a8" else 1e-2)
             assert 0 < found[name]["share"] < 1.2  # reading alone is quicker than copying
     if text == "qwen30b":  # larger than the cache
         assert all(row["distinct_bytes"] > report["gpu"]["l2_bytes"] for row in report["rows"])

@@ -9,14 +9,15 @@ import torch
 from qsrt_pack.bench import packed
 from qsrt_pack.bench.bf16_moe import choices
 from qsrt_pack.bench.bf16_moe.kernel import OutOfResources
-from qsrt_pack.bench.choice import Unavailable
+from qsrt_pack.bench.choice import Unavailable, tensor_bytes
 from qsrt_pack.bench.dense import TorchGrouped, TritonFused
 from qsrt_pack.bench.inputs import make_inputs
 from qsrt_pack.bench.layers import DenseLayer, copied, dense_layer, random_layer
 from qsrt_pack.bench.packed import Packed
 from qsrt_pack.bench.shapes import Shape
-from qsrt_pack.bench.ways import make_ways
+from qsrt_pack.bench.ways import ASKED_FOR, make_ways
 from qsrt_runtime import moe_kernels
+from qsrt_runtime.expansion import expanded
 from qsrt_runtime.format.geometry import Geometry, TrueSizes
 from qsrt_runtime.moe_kernels import FEW_ROWS
 from qsrt_runtime.moe_reference import moe_forward_reference
@@ -52,15 +53,20 @@ def inputs_of(tokens, calls=3):
 def test_every_call_gives_the_layer(layers, dense, machine, tokens, monkeypatch):
     monkeypatch.setattr(packed, "MAX_PREFILL_TOKENS", 10)  # so that 18 go in two parts
     inputs = inputs_of(tokens)
-    for way in make_ways(layers, dense, 2, machine):
+    ways = make_ways(layers, dense, 2, machine, ASKED_FOR)
+    assert [way.name for way in ways] == ["qsrt", "qsrt a8", "qsrt expanded", "torch", "triton"]
+    for way in ways:
+        if way.name == "qsrt a8" and tokens > FEW_TOKENS:
+            continue
         choice = way.tune(inputs, lambda _choice: 1.0)
+        activation = "a8" if way.name == "qsrt a8" else "a16"
+        assert choice.activation == activation
         assert len(choice.calls) == len(choice.outs) == 3
         for given, call, out in zip(inputs, choice.calls, choice.outs, strict=True):
             out.fill_(float("nan"))
             call()
-            expected = moe_forward_reference(
-                given.x.float(), layers[given.place], given.ids, given.weights
-            )
+            routed = (layers[given.place], given.ids, given.weights)
+            expected = moe_forward_reference(given.x.float(), *routed, activation=activation)
             assert (out.float() - expected).norm() < 3e-3 * expected.norm()
 
 
@@ -99,6 +105,75 @@ def test_moe_forward_agrees(monkeypatch, tokens, topk, experts):
     workspace = Packed([layer], topk)._workspace(tokens, HALF, CPU)
     decodes = isinstance(workspace, Workspace)
     assert taken == ["moe_decode" if decodes else "moe_prefill"]
+
+
+def test_ways_are_made_where_asked_for(layers, machine, monkeypatch):
+    made = []
+    monkeypatch.setattr(packed, "expanded", lambda layer: made.append(layer) or expanded(layer))
+    names = {
+        (): ["qsrt"],
+        ("a8",): ["qsrt", "qsrt a8"],
+        ("expanded", "a8", "expanded"): ["qsrt", "qsrt a8", "qsrt expanded"],
+    }
+    for also, expected in names.items():
+        assert made == []
+        assert [way.name for way in make_ways(layers, [], 2, machine, also)] == expected
+    assert made == layers  # once each
+
+
+def test_an_expanded_layer_is_as_large_as_its_labels_and_local_scales(layers, machine):
+    stored, wide = make_ways(layers, [], 2, machine, ["expanded"])
+    assert stored.expert_bytes == 8 * 3 * (12 * 128 + 64)
+    assert wide.expert_bytes == 3 * 128 * 256 + 8 * 3 * 64
+    held = [tensor_bytes(replace(each, shared_scales=None)) for each in wide.layers]
+    assert held == [4 * wide.expert_bytes + 2 * 4] * 2  # format codes and activations
+    pointers = {tensor.data_ptr() for each in wide.layers for tensor in (each.labels, each.atoms)}
+    assert len(pointers) == 4
+    assert len(wide._workspace(400, HALF, CPU).scratch) == 0
+    assert wide.buffer_bytes(400, HALF) == stored.buffer_bytes(400, HALF) - 4 * 2 * 128 * 256
+
+
+def test_no_memory_for_expanded_layers(layers, with_free, monkeypatch):
+    (way,) = make_ways(layers, [], 2, with_free(800_000), ["expanded"])[1:]
+    reason = r"labels take 0\.00 GB of memory, 0\.00 GB are free"
+    assert way.expert_bytes == 3 * 128 * 256 + 8 * 3 * 64
+    for refused in (lambda: way.buffer_bytes(1, HALF), lambda: way.tune([], lambda _choice: 1.0)):
+        with pytest.raises(Unavailable, match=reason):
+            refused()
+    enough = int(2 * 4 * way.expert_bytes / 0.9)
+    for free, is_there in ((enough - 10, False), (enough + 10, True)):
+        found = make_ways(layers, [], 2, with_free(free), ["expanded"])[1]
+        assert isinstance(found, packed.Packed) is is_there
+
+    def fail(_layer):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(packed, "expanded", fail)
+    with pytest.raises(Unavailable, match="ran out of memory"):
+        make_ways(layers, [], 2, with_free(enough + 10), ["expanded"])[1].buffer_bytes(1, HALF)
+
+
+def test_quantized_rows_take_few_tokens_and_tensor_cores_with_e4m3(layers, machine, monkeypatch):
+    stored, way = make_ways(layers, [], 2, machine, ["a8"])
+    assert way.expert_bytes == stored.expert_bytes
+    assert way.buffer_bytes(FEW_TOKENS, HALF) == stored.buffer_bytes(FEW_TOKENS, HALF)
+    for tokens in (FEW_TOKENS + 1, 65_536):
+        with pytest.raises(Unavailable, match="takes up to 16 tokens"):
+            way.buffer_bytes(tokens, HALF)
+
+    def refusal(capability):
+        found = make_ways(layers, [], 2, replace(machine, capability=capability), ["a8"])[1]
+        assert found.expert_bytes == stored.expert_bytes
+        with pytest.raises(Unavailable) as raised:
+            found.buffer_bytes(1, HALF)
+        return str(raised.value)
+
+    assert refusal((8, 6)) == "takes an NVIDIA GPU of capability 8.9 or newer"
+    for capability in ((8, 9), (9, 0), (12, 0)):
+        ways = make_ways(layers, [], 2, replace(machine, capability=capability), ["a8"])
+        assert ways[1].buffer_bytes(1, HALF) > 0
+    monkeypatch.setattr(torch.version, "hip", "6.0")
+    assert refusal((9, 4)) == "takes an NVIDIA GPU of capability 8.9 or newer"
 
 
 def test_layers_of_other_traits_share_a_workspace_for_any(layers):
