@@ -17,24 +17,29 @@ def check_expand(expand: str | None) -> None:
         raise ValueError(f"expand is {expand!r}, expected None or one of {KNOWN}")
 
 
-def expanded(layer: LayerWeights) -> LayerWeights:
+def expanded(layer: LayerWeights, labels: torch.Tensor | None = None) -> LayerWeights:
     """The same experts with a byte for each weight, the very values that the words decode to.
 
-    Its traits are known (weights.traits_of), which refuses X4T experts. By kernels on CUDA.
+    layer: as stored, its traits known (weights.traits_of), which refuses X4T experts.
+    labels: [layer.label_bytes] uint8 on its device, memory for them, by default new. By kernels on
+    CUDA. Raises ValueError for a layer that is expanded.
     """
-    labels = expand_by_kernels(layer) if layer.atoms.is_cuda else slab.expand(layer)
+    if layer.labels is not None:
+        raise ValueError(f"layer {layer.layer} is expanded already")
+    if labels is None:
+        labels = layer.atoms.new_empty(layer.label_bytes)
+    expand = expand_by_kernels if layer.atoms.is_cuda else slab.expand
+    expand(layer, labels)
     return replace(layer, atoms=slab.without_words(layer), labels=labels)
 
 
-def expand_by_kernels(layer: LayerWeights) -> torch.Tensor:
-    """As slab.expand, in two launches."""
+def expand_by_kernels(layer: LayerWeights, labels: torch.Tensor) -> None:
+    """As slab.expand, in two launches; a zero's sign may be another."""
     from qsrt_runtime.launching import ways  # brings triton
     from qsrt_runtime.ops.expand import expand
 
     device, experts = layer.atoms.device, range(layer.geometry.experts)
-    labels = torch.empty(layer.label_bytes, dtype=torch.uint8, device=device)
     every = torch.arange(len(experts) + 1, dtype=torch.int32, device=device)  # each has routes
     with torch.cuda.device_of(layer.atoms):
         for down, part in enumerate(layouts.matrices(labels)):
             expand(layer, experts, every, part, down=bool(down), by_warps=ways(device)[0])
-    return labels

@@ -110,8 +110,6 @@ def load_package(
     load = _load_packed if expand is None else _load_expanded
     loaded, load_bytes = load(package, wanted, target, slots, experts)
     check_unchanged(package, before)
-    for number, weights in loaded.items():
-        loaded[number] = _with_traits(weights)
     load_s = time.perf_counter() - start
     held_bytes = sum(stored_bytes(weights) for weights in loaded.values())
     logger.info("%s: %d bytes in %.2f s, checks %.2f s", path, load_bytes, load_s, verify_s)
@@ -139,6 +137,7 @@ def _load_packed(
     """The layers as stored, all read at once, and the bytes read."""
     with Staging(device) as staging:
         loaded = {layer: load_layer(package, layer, staging, slots, experts) for layer in wanted}
+    loaded = {layer: _with_traits(weights) for layer, weights in loaded.items()}
     return loaded, sum(stored_bytes(weights) for weights in loaded.values())
 
 
@@ -146,12 +145,11 @@ def _load_expanded(
     package: Package, wanted: list[int], device: torch.device, slots: range, experts: range
 ) -> tuple[dict[int, LayerWeights], int]:
     """The layers expanded, read one after another, and the bytes read."""
-
     loaded, load_bytes = {}, 0
     for layer in wanted:
         packed, size = _load_packed(package, [layer], device, slots, experts)
         load_bytes += size
-        loaded[layer] = expanded(_with_traits(packed.pop(layer)))
+        loaded[layer] = expanded(packed.pop(layer))
     return loaded, load_bytes
 
 

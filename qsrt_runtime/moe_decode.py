@@ -46,11 +46,13 @@ def moe_decode(
     Differs from the reference: an id or map entry that names no expert gives nothing, as -1 does;
     workspace.invalid_routes() counts them. Rows are rounded to x's type before each product.
     activation: "a8" quantizes them instead, "auto" does what is quicker; see arithmetic.
-    Raises ValueError for shapes, devices, strides or a workspace or out that do not fit, TypeError
-    for other dtypes, before any launch.
+    Raises ValueError for shapes, devices, strides or a workspace or out that do not fit, and for
+    what "a8" does not take; TypeError for other dtypes; before any launch.
     """
-    if layer.labels is not None and not x.is_cuda:
-        raise ValueError("moe_decode runs expanded layers on CUDA alone; moe_prefill runs them")
+    if layer.labels is not None and not takes_labels(x.device):
+        raise ValueError(
+            "moe_decode runs expanded layers on NVIDIA GPUs alone; moe_prefill runs them"
+        )
     check_arguments(x, layer, topk_ids, topk_weights, expert_map)
     check_call(x, layer, topk_ids, topk_weights, expert_map, workspace, out)
     arithmetic = arithmetic_of(activation, x, layer)
@@ -68,6 +70,11 @@ def moe_decode(
         launch(x, layer, topk_ids, topk_weights, workspace, out, expert_map, weight_on_input)
     compiled.add(kernels)
     return out
+
+
+def takes_labels(device: torch.device) -> bool:
+    """Whether expanded layers run here, whose product is PTX."""
+    return device.type == "cuda" and torch.version.hip is None
 
 
 def places_of(layer: LayerWeights, topk_ids: torch.Tensor) -> int:

@@ -6,7 +6,7 @@ import torch
 
 from qsrt_runtime.arguments import check_arguments
 from qsrt_runtime.arithmetic import arithmetic_of
-from qsrt_runtime.moe_decode import MANY_ROWS, moe_decode
+from qsrt_runtime.moe_decode import MANY_ROWS, moe_decode, takes_labels
 from qsrt_runtime.moe_prefill import moe_prefill
 from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import (
@@ -32,7 +32,7 @@ def moe_forward_kernels(
     *,
     expert_map: torch.Tensor | None = None,
     weight_on_input: bool = False,
-    activation: str = "auto",
+    activation: str = "a16",
     workspace: Workspace | None = None,
 ) -> torch.Tensor:
     """As moe_forward_reference, of tokens in any number and layout, float16 or bfloat16.
@@ -66,7 +66,7 @@ def moe_forward_kernels(
 def decodes(layer: LayerWeights, tokens: int, topk: int) -> bool:
     """Whether a call goes by moe_decode."""
     if layer.labels is not None:
-        return tokens <= FEW_TOKENS and layer.labels.is_cuda
+        return tokens <= FEW_TOKENS and takes_labels(layer.labels.device)
     rows = FEW_ROWS if layer.traits.uniform else MANY_ROWS  # others have no blocks of 32 places
     few = tokens * topk <= rows * layer.geometry.experts and tokens <= MAX_TOKENS
     return tokens <= FEW_TOKENS or few

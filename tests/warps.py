@@ -50,11 +50,14 @@ def statements(text):
 
 
 class Machine:
-    """1,024 threads and their shared memory."""
+    """1,024 threads and their shared memory.
+
+    allowed: the tensor that loads which the L1 cache does not keep are from, None for any.
+    """
 
     def __init__(self):
         self.shared = np.zeros(1 << 18, np.uint8)
-        self.loads = 0
+        self.loads, self.allowed = 0, None
 
     def run(self, text, constraints, values):
         kinds = [c.strip("=&") for c in constraints.split(",")]
@@ -119,10 +122,14 @@ class Machine:
             raw = np.ascontiguousarray(self.shared[each]).view(f"<u{width}")[:, 0]
             registers[operands[0]] = raw.astype(np.uint64)
             return
-        assert operation == "ld.global.v4.b32"
-        there = registers[predicate]
+        assert operation.startswith("ld.global.") and operation.endswith(".v4.b32")
+        there = registers[predicate] if predicate else np.ones(1024, bool)
+        if self.allowed is not None and "no_allocate" in operation:
+            first = self.allowed.data_ptr()
+            assert (address[there] >= first).all()
+            assert (address[there] + 16 <= first + self.allowed.nbytes).all()
         for i, name in enumerate(operands[0][1:-1].split(",")):
-            found = registers[name].copy()
+            found = registers.get(name, np.zeros(1024, np.uint64)).copy()
             for thread in np.flatnonzero(there):
                 raw = ctypes.string_at(int(address[thread]) + 4 * i, 4)
                 found[thread] = int.from_bytes(raw, "little")
@@ -173,8 +180,9 @@ def _prmt(_operation, a, b, selector):
     both, found = a | b << np.uint64(32), np.zeros_like(a)
     for i in range(4):
         nibble = selector >> np.uint64(4 * i) & np.uint64(15)
-        assert not (nibble & np.uint64(8)).any()
-        found |= (both >> nibble * np.uint64(8) & np.uint64(255)) << np.uint64(8 * i)
+        byte = both >> (nibble & np.uint64(7)) * np.uint64(8) & np.uint64(255)
+        sign = (byte >> np.uint64(7)) * np.uint64(255)  # of the byte, eight times
+        found |= np.where(nibble & np.uint64(8), sign, byte) << np.uint64(8 * i)
     return found
 
 
@@ -218,7 +226,11 @@ def _cvt(operation, a, b=None):
     return _packed(kind, floats(b), floats(a))
 
 
-def _fma(_operation, a, b, c):
+def _fma(operation, a, b, c):
+    kind = operation.split(".")[-1]
+    if kind != "f32":
+        a, b, c = (numbers(v, _KINDS[kind[:-2]]).astype(np.float64) for v in (a, b, c))
+        return _packed(_KINDS[kind[:-2]], *(a * b + c).T.copy())
     a, b, c = (floats(v).astype(np.float64) for v in (a, b, c))
     return bits((a * b + c).astype(np.float32))
 

@@ -12,8 +12,9 @@ from qsrt_runtime.weights import LayerWeights
 
 # Relative L2 errors of some rows, by a choice's activation and that of a reference in float32.
 # Rounding weights and rows to bfloat16 gives 3e-3 to 6e-3, wrong results 1; rounding rows to MXFP8
-# 4.6e-2, and of a single row of 128 x 256 up to 7.7e-2, the largest of 4,000.
-LARGEST_ERROR = {"a16": {"a16": 1e-2}, "a8": {"a16": 9e-2, "a8": 5e-3}}
+# 4.6e-2, and of a single row of 128 x 256 up to 7.7e-2, the largest of 4,000, where sums in another
+# order, whose numbers round another way, are up to 2.4e-2 apart.
+LARGEST_ERROR = {"a16": {"a16": 1e-2}, "a8": {"a16": 9e-2, "a8": 3e-2}}
 LARGEST_ROW = 5  # times what all rows of two ways may be apart, by its own size or the average's
 _ROWS = 4  # at either end
 

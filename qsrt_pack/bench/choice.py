@@ -44,7 +44,7 @@ class Way(Protocol):
     def buffer_bytes(self, tokens: int, dtype: torch.dtype) -> int:
         """Of memory, beside weights and the calls' rows, in and out.
 
-        Raises Unavailable where it takes no so many tokens.
+        Raises Unavailable where it takes fewer tokens.
         """
 
     def tune(self, inputs: Sequence[Input], measure: Measure) -> Choice:

@@ -99,12 +99,11 @@ def unpack_expert(slab: Slab, expert: int) -> atom.Expert:
     return atom.assemble(records, atom.local_scales(bundles), shared, modes)
 
 
-def expand(slab: Slab) -> torch.Tensor:
+def expand(slab: Slab, labels: torch.Tensor) -> None:
     """The labels of a slab that has none, plainly: what every kernel that makes them is held to.
 
-    Raises FormatError for an X4T expert.
+    labels: [slab.label_bytes] uint8, written. Raises FormatError for an X4T expert.
     """
-    labels = slab.atoms.new_empty(slab.label_bytes)
     for expert in range(slab.geometry.experts):
         coded, places = unpack_expert(slab, expert), _places(slab, expert)
         matrices = (coded.w1, coded.w3, coded.w2)
@@ -113,7 +112,6 @@ def expand(slab: Slab) -> torch.Tensor:
                 found = layouts.of_words(words.flatten(0, 1), atom.record_bits_of(words))
                 there = target[places[i // 2], i % 2]
                 there.copy_(found.view(there.shape))
-    return labels
 
 
 def without_words(slab: Slab) -> torch.Tensor:

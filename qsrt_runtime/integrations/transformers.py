@@ -119,13 +119,13 @@ class PackedExperts(torch.nn.Module):
         self.traits = traits_of(self.scale_bits.view(torch.float16), self.format_codes)
 
     def fill_expanded(self, package: Package) -> None:
-        """Take the layer's weights as buffers, expanded."""
-        device, self.atoms, self.labels = self.atoms.device, None, None  # their memory is free
+        """Take the layer's weights as buffers, its labels in the memory that is there for them."""
+        device, labels, self.labels = self.atoms.device, self.labels, None
         with Staging(device) as staging:
             self.fill(package, staging)
         self.take_traits()
-        loaded = expanded(self.weights())
-        self.atoms, self.labels = loaded.atoms, loaded.labels
+        self.atoms = expanded(self.weights(), labels).atoms
+        self.labels = labels
 
     @property
     def nbytes(self) -> int:
@@ -244,8 +244,8 @@ class QsrtQuantizer(HfQuantizer):
             with Staging(device) as staging:
                 for module in there:
                     module.fill(self.package, staging)
-        for module in packed:
-            module.take_traits()
+            for module in there:
+                module.take_traits()
         check_unchanged(self.package, self.verified)
         size, seconds = sum(m.nbytes for m in packed), time.perf_counter() - start
         logger.info("%s: %d bytes of experts in %.2f s", self.package.path, size, seconds)

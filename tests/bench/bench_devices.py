@@ -101,7 +101,9 @@ def failing(model: Path, out: Path, last: int, expected: dict[str, str]) -> bool
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     say(f"GPU 1 fails: exit code {done.returncode}, standard error ends with")
     say("\n".join("    " + line for line in done.stderr.strip().splitlines()[-4:]))
-    clean = done.returncode == 1 and not out.exists() and "Traceback" not in done.stderr
+    last_line = done.stderr.strip().rpartition("\n")[2]
+    stated = "device-side assert" in last_line and f"{last} of {last + 1} layers are" in last_line
+    clean = done.returncode == 1 and not out.exists() and stated and "Traceback" not in done.stderr
     command = [*HERE, *arguments, "0"]
     start = time.perf_counter()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

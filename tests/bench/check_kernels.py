@@ -16,6 +16,7 @@ from layers import BFLOAT, BOUND, error, inputs, poisoned, random_layer
 
 from qsrt_runtime import moe_decode as decode
 from qsrt_runtime import moe_prefill as prefill
+from qsrt_runtime.expansion import expanded
 from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.moe_reference import moe_forward_reference
 from qsrt_runtime.ops import fused
@@ -59,6 +60,17 @@ def check_a8(layer: LayerWeights, tokens: int) -> None:
             raise SystemExit("wrong")
 
 
+def check_labels(layer: LayerWeights, tokens: int) -> None:
+    """Expanded: the labels, and the product of few tokens."""
+    x, ids, weights = inputs(layer, tokens, 3, BFLOAT)
+    ids[-1, 1] = -1
+    expected = moe_forward_reference(x.float(), layer, ids, weights)
+    wide, out = expanded(layer), torch.empty_like(x)
+    decode.moe_decode(x, wide, ids, weights, poisoned(wide, 3, BFLOAT), out)
+    if not error(out, expected) < BOUND[BFLOAT]:
+        raise SystemExit("wrong")
+
+
 def check_prefill(layer: LayerWeights, tokens: int) -> None:
     x, ids, weights = inputs(layer, tokens, 3, BFLOAT)
     ids[-1, 1] = -1
@@ -81,6 +93,7 @@ def main() -> None:
             decode.ways = lambda _device: (True, True)
             if tokens <= FEW_TOKENS:
                 check_a8(layer, tokens)
+                check_labels(layer, tokens)
         check_prefill(layer, 70)
     torch.cuda.synchronize()
     sys.stdout.write("checked\n")

@@ -145,6 +145,18 @@ def test_a_layer_of_zeros(tmp_path: Path) -> None:
         ),
         (torch.OutOfMemoryError("full"), "^layer 0 experts 0 to 0: cpu has too little memory"),
         (
+            RuntimeError("Triton Error [CUDA]: out of memory"),
+            "^layer 0 experts 0 to 0: cpu has too little memory",
+        ),
+        (
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"),
+            "^layer 0 experts 0 to 0: cpu has too little memory",
+        ),
+        (
+            RuntimeError("cusolver error: CUSOLVER_STATUS_EXECUTION_FAILED, when calling `x`"),
+            "^layer 0 experts 0 to 0: cusolver error: .*, reported on cpu; if it comes again",
+        ),
+        (
             RuntimeError("CUDA error: device-side assert triggered\nand what to compile with"),
             r"^layer 0 experts 0 to 0: CUDA error: device-side .*, reported on cpu; if",
         ),

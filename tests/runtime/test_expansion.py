@@ -35,7 +35,7 @@ from qsrt_runtime.moe_prefill import moe_prefill
 from qsrt_runtime.moe_reference import moe_forward_reference
 from qsrt_runtime.ops.expand.reference import expand_reference
 from qsrt_runtime.ops.expert_gemm.reference import in_slot_order
-from qsrt_runtime.workspace import make_prefill_workspace
+from qsrt_runtime.workspace import make_prefill_workspace, make_workspace
 
 CPU = torch.device("cpu")
 MODES = [0x00, 0x12, 0x21, 0x11, 0x02, 0x20]
@@ -101,11 +101,21 @@ def test_the_same_experts(geometry, codes, slots):
 def test_kernels_make_the_same_labels(name, geometry, codes, slots):
     """But for the sign of zeros, which labels that are computed have."""
     layer = random_layer(geometry, place(name), codes=codes, slots=slots)
-    found, expected = (
-        labels.view(torch.float8_e4m3fn).float()
-        for labels in (expand_by_kernels(layer), slab.expand(layer))
-    )
-    assert torch.equal(found, expected)
+    found, expected = layer.atoms.new_empty(2, layer.label_bytes)
+    expand_by_kernels(layer, found)
+    slab.expand(layer, expected)
+    values = [each.view(torch.float8_e4m3fn).float() for each in (found, expected)]
+    assert torch.equal(*values)
+
+
+def test_expands_once_and_into_memory_that_is_there():
+    packed = random_layer(SMALL, CPU)
+    labels = torch.full((packed.label_bytes,), 0x7F, dtype=torch.uint8)
+    layer = expanded(packed, labels)
+    assert layer.labels is labels
+    assert torch.equal(labels, expanded(packed).labels)
+    with pytest.raises(ValueError, match=r"^layer 1 is expanded already$"):
+        expanded(layer)
 
 
 def run(x, layer, ids, weights, **options):
@@ -194,9 +204,9 @@ def test_decoding_refuses_it():
     layer = expanded(random_layer(SMALL, torch.device("cpu")))
     x, ids, weights = inputs(layer, 2, 2, HALF)
     workspace = poisoned(layer, 2, HALF)
-    with pytest.raises(ValueError, match="moe_decode runs expanded layers on CUDA alone"):
+    with pytest.raises(ValueError, match="moe_decode runs expanded layers on NVIDIA GPUs alone"):
         moe_decode(x, layer, ids, weights, workspace, torch.empty_like(x))
-    with pytest.raises(ValueError, match="moe_decode runs expanded layers on CUDA alone"):
+    with pytest.raises(ValueError, match="moe_decode runs expanded layers on NVIDIA GPUs alone"):
         moe_forward_kernels(x, layer, ids, weights, workspace=workspace)
 
 
@@ -323,13 +333,12 @@ def test_other_expansions_are_refused(package, expand):
 
 
 def test_an_expert_that_is_kept_exact_is_refused(package, monkeypatch):
-    def with_x4t(*arguments):
-        layers, size = original(*arguments)
-        layers[0].format_codes[1] = 0xFF
-        return layers, size
+    def with_x4t(weights):
+        weights.format_codes[1] = 0xFF
+        return original(weights)
 
-    original = load._load_packed
-    monkeypatch.setattr(load, "_load_packed", with_x4t)
+    original = load._with_traits
+    monkeypatch.setattr(load, "_with_traits", with_x4t)
     with pytest.raises(FormatError, match="a format byte is X4T"):
         load_package(package, expand="e4m3")
 
@@ -373,17 +382,26 @@ def test_labels_beyond_two_gigabytes():  # RT-4
     found = run(x, layer, ids + 127, weights)
     assert found.any()
     assert torch.equal(found, run(x, alone, ids, weights))
+    outs = [torch.empty_like(x) for _ in range(2)]
+    for each, out, shift in ((layer, outs[0], 127), (alone, outs[1], 0)):
+        moe_decode(x, each, ids + shift, weights, poisoned(each, 1, BFLOAT), out)
+    assert torch.equal(*outs)
+    assert error(outs[0], found.float()) < 2 * BOUND[BFLOAT]
 
 
 @GPU
-def test_graphs_and_their_first_call():  # RT-6
+@pytest.mark.parametrize("forward", [moe_prefill, moe_decode])
+def test_graphs_and_their_first_call(forward):  # RT-6
     layer = expanded(on_gpu(Geometry(384, 512, 6)))
     x, ids, weights = inputs(layer, 5, 2, BFLOAT)
-    workspace = make_prefill_workspace(layer.geometry, 2, 5, 1, BFLOAT, x.device, scratch_bytes=0)
+    sizes = (layer.geometry, 2, 5)
+    workspace = make_workspace(*sizes, BFLOAT, x.device)
+    if forward is moe_prefill:
+        workspace = make_prefill_workspace(*sizes, 1, BFLOAT, x.device, scratch_bytes=0)
     out = torch.empty_like(x)
 
     def call():
-        moe_prefill(x, layer, ids, weights, workspace, out)
+        forward(x, layer, ids, weights, workspace, out)
 
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         kept = x + 1

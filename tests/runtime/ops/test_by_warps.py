@@ -6,12 +6,15 @@ import warps
 from layers import BFLOAT, BOUND, HALF, check_guards, error, inputs, poisoned, random_layer
 
 from qsrt_runtime import moe_decode
+from qsrt_runtime.expansion import expanded
 from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.moe_reference import moe_forward_reference
 from qsrt_runtime.ops.expert_gemm import expert_gemm
 from qsrt_runtime.ops.fused import product
 from qsrt_runtime.ops.fused.product import quantized as module
 from qsrt_runtime.ops.fused.product.quantized import kernel as kernel_module
+from qsrt_runtime.ops.label_gemm import kernel as label_kernel
+from qsrt_runtime.ops.label_gemm import label_gemm
 from qsrt_runtime.ops.prepare import prepare
 from qsrt_runtime.workspace import COLUMNS, PLACES, quantized
 
@@ -62,6 +65,44 @@ def test_is_the_plain_product(monkeypatch, capability, tokens, down):
     missing = ~written & (plain != -7)
     assert not missing[:, : GEOMETRY.hidden % COLUMNS].any()
     assert missing.any() == down  # channels beyond the hidden ones
+
+
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT])
+@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize("down", [False, True])
+@pytest.mark.parametrize(
+    ("geometry", "slots"),
+    [(GEOMETRY, None), (Geometry(128, 768, 3), range(8, 24)), (Geometry(128, 256, 2), None)],
+    ids=["part", "rank", "short"],
+)
+def test_labels_give_the_plain_product(monkeypatch, dtype, tokens, down, geometry, slots):
+    """Of rows in E4M3's numbers, whose products are exact; words are read ahead, none outside."""
+    machine = warps.interpret(monkeypatch, label_kernel)
+    packed = random_layer(geometry, torch.device("cpu"), sides="two", slots=slots)
+    layer = expanded(packed)
+    machine.allowed = layer.matrices()[down]
+    x, ids, _ = inputs(layer, tokens, 2, dtype)
+    ids[:, 0], ids[-1, 1] = geometry.experts - 1, -1
+    workspace = poisoned(layer, 2, dtype)
+    prepare(x, layer, ids, None, workspace, False)
+    rows = workspace.middle if down else workspace.rotated
+    draw = torch.randn(rows.shape, generator=torch.Generator().manual_seed(1))
+    rows.copy_(draw.to(torch.float8_e4m3fn))
+    divisor, up = (1, 0) if down else (2, tokens)
+    found = []
+    for gemm, weights in ((expert_gemm, packed), (label_gemm, layer)):
+        workspace.partial.fill_(-7.0)
+        given = rows.half() if gemm is expert_gemm else rows  # for the interpreter's products
+        gemm(given, weights, ids, None, workspace, divisor, up, PLACES, down=down, pdl=False)
+        check_guards(workspace)
+        found.append(workspace.partial.clone())
+    assert machine.loads
+    whole = found[0].numel() // (PLACES * COLUMNS) * PLACES * COLUMNS
+    plain, by_warps = (each.flatten()[:whole].view(-1, COLUMNS) for each in found)
+    written = by_warps != -7
+    assert written.any()
+    assert error(by_warps[written], plain[written]) < 1e-6
+    assert down or not (~written & (plain != -7)).any()
 
 
 @pytest.mark.parametrize("tokens", [1, 5])

@@ -308,11 +308,13 @@ def test_quantized_rows_are_exact(name, dtype, kind):  # RT-10
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("gemm", [expert_gemm, quantized_product])
 def test_quantized_products(name, dtype, tokens, gemm):
-    device = place(name)
+    device, bound = place(name), 1e-5
     if gemm is quantized_product:
         if device.type != "cuda" or torch.cuda.get_device_capability(device) not in LABELS:
             pytest.skip("quantized rows go by warps on sm_89 and sm_90")
         layer = random_layer(GEOMETRY, device)
+        if torch.cuda.get_device_capability(device) == (8, 9):  # adds in fewer bits
+            bound = 2e-4
     else:
         layer = random_layer(GEOMETRY, device, codes=[0x00, 0x12, 0x21])
     x, ids, _ = inputs(layer, tokens, TOPK, dtype)
@@ -338,10 +340,10 @@ def test_quantized_products(name, dtype, tokens, gemm):
             if down:
                 by_slot = row.unflatten(1, (-1, 2, 8, 16)).transpose(2, 3).flatten(1)
                 expected = down_reference(by_slot, layer, expert)
-                assert error(found[route, :256], expected[0]) < 1e-5
+                assert error(found[route, :256], expected[0]) < bound
             else:
                 expected = gate_up_reference(row, row, layer, expert)
-                assert error(found[route], expected[0]) < 1e-5
+                assert error(found[route], expected[0]) < bound
     check_guards(workspace)
 
 
