@@ -30,6 +30,7 @@ from qsrt_pack.statistics import (
     open_statistics,
     rows_name,
 )
+from qsrt_pack.workers import is_out_of_memory
 from qsrt_runtime.format import paths, schema
 from qsrt_runtime.format.errors import FormatError
 
@@ -331,7 +332,9 @@ def _orderly(device: torch.device) -> Iterator[None]:
         torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
         raise FormatError(
             f"{device} has too little memory; give another device, or calibrate with a shorter "
             "--window"

@@ -1,7 +1,6 @@
 """From the source's tensors to packed experts, on one device or several."""
 
 import math
-import re
 import statistics
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,13 +30,11 @@ from qsrt_pack.guide import ACTIVATIONS, UNGUIDED, Guided, make_guide, row_bytes
 from qsrt_pack.ranks import Ranks
 from qsrt_pack.source.checkpoint import Checkpoint, read_weight
 from qsrt_pack.source.models import RoutedExperts
-from qsrt_pack.workers import THREADS, in_order
+from qsrt_pack.workers import THREADS, device_failure, in_order, is_out_of_memory
 from qsrt_runtime.format import atom, decode
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.geometry import TrueSizes
 
-_NO_MEMORY = re.compile(r"\bout of memory|_ALLOC_FAILED")
-_OF_CUDA = re.compile(r"CUDA|cusolver|CUBLAS")  # in the messages of torch, Triton and libraries
 _BATCH_WEIGHTS = 1 << 25  # encoded together on a GPU, so that small experts fill it
 _BATCH_ROW_BYTES = 1 << 32  # of what calibration takes of the experts of a batch
 _BYTES_PER_WEIGHT = 80  # of GPU memory at the peak, all rate modes tried
@@ -144,13 +141,13 @@ def _device_errors(layer: int, numbers: range, device: torch.device) -> Iterator
     where = _where(layer, numbers)
     try:
         yield
-    except RuntimeError as error:  # torch.OutOfMemoryError, and what libraries say themselves
-        reason = str(error).strip().partition("\n")[0]
-        if isinstance(error, torch.OutOfMemoryError) or _NO_MEMORY.search(reason):
+    except (RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
             raise FormatError(
                 f"{where}: {device} has too little memory; give another with --devices"
             ) from error
-        if not _OF_CUDA.search(reason):
+        reason = device_failure(error)
+        if reason is None:
             raise
         raise FormatError(  # a device's failure can be reported to those who work on another
             f"{where}: {reason}, reported on {device}; if it comes again, give others than the "

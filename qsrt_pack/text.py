@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
+from qsrt_pack.workers import device_failure
 from qsrt_runtime.format.errors import FormatError
 
 _MAX_WINDOW = 1024
@@ -64,6 +65,8 @@ def blaming(path: Path, what: str = "load") -> Iterator[None]:
     try:
         yield
     except Exception as error:
+        if device_failure(error) is not None:
+            raise
         reason = " ".join(str(error).split())[:300]
         raise FormatError(
             f"transformers cannot {what} {path}: {type(error).__name__}: {reason}"

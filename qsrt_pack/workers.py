@@ -1,6 +1,7 @@
 """Work on devices: which ones, and many pieces of it in order, ahead of who takes the results."""
 
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -8,6 +9,9 @@ from contextlib import ExitStack
 from typing import TypeVar
 
 import torch
+
+_NO_MEMORY = re.compile(r"\bout of memory|_ALLOC_FAILED|can't allocate memory")
+_OF_DEVICE = re.compile(r"CUDA|HIP|cuDNN|cusolver|nvrtc")  # in torch's, Triton's, libraries' words
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -35,6 +39,24 @@ def find_devices(text: str) -> tuple[torch.device, ...]:
     if missing:
         raise ValueError(f"there is no CUDA device {missing[0]}; this machine has {count}")
     return tuple(torch.device("cuda", int(part)) for part in parts)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of torch, Triton or a library says that a device's memory is full."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _NO_MEMORY.search(str(error)) is not None
+
+
+def device_failure(error: BaseException) -> str | None:
+    """A line of what a device or its libraries say of an error of theirs; None of other errors."""
+    reason = str(error).strip().partition("\n")[0]
+    if is_out_of_memory(error):
+        return f"too little memory: {reason}" if reason else "too little memory"
+    if isinstance(error, torch.AcceleratorError):
+        return reason
+    is_of_device = isinstance(error, RuntimeError) and _OF_DEVICE.search(reason)
+    return reason if is_of_device else None
 
 
 def in_order(

@@ -33,14 +33,19 @@ def arithmetic_of(activation: str, x: torch.Tensor, layer: LayerWeights) -> str:
     return "a8" if is_there and len(x) <= QUICKER.get(_capability(x.device), 0) else "a16"
 
 
+def check_known(activation: str) -> None:
+    """Refuse what is no activation, by ValueError."""
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}, expected 'a16', 'a8' or 'auto'")
+
+
 def check_activation(activation: str, x: torch.Tensor) -> None:
     """Refuse what is no activation, and a call that W4A8 is not for, by ValueError.
 
     W4A8 is for float16 and bfloat16, up to FEW_TOKENS tokens, and GPUs of CAPABILITY or newer; on
     a CPU the reference runs it.
     """
-    if activation not in ACTIVATIONS:
-        raise ValueError(f"activation is {activation!r}, expected 'a16', 'a8' or 'auto'")
+    check_known(activation)
     if activation != "a8":
         return
     if x.dtype not in _DTYPES:

@@ -4,6 +4,7 @@ import functools
 
 import torch
 
+from qsrt_runtime.arguments import check_types
 from qsrt_runtime.ops.kernel import INTERPRETED
 from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import PrefillWorkspace, Workspace
@@ -46,8 +47,12 @@ def check_call(
     expert_map: torch.Tensor | None,
     workspace: Workspace | PrefillWorkspace,
     out: torch.Tensor,
+    kind: type,
 ) -> None:
-    """What arguments.check_arguments does not look at; errors as moe_decode."""
+    """What arguments.check_arguments does not look at; errors as moe_decode. kind: of workspace."""
+    check_types(out=out)
+    if not isinstance(workspace, kind):
+        raise TypeError(f"workspace is a {type(workspace).__name__}, expected a {kind.__name__}")
     if x.dtype not in DTYPES:
         raise TypeError(f"x is {x.dtype}, expected float16 or bfloat16")
     if x.device.type != "cuda" and not (INTERPRETED and x.device.type == "cpu"):

@@ -3,7 +3,7 @@
 import torch
 
 from qsrt_runtime.arguments import check_arguments, check_types, padded_rows
-from qsrt_runtime.arithmetic import arithmetic_of
+from qsrt_runtime.arithmetic import arithmetic_of, check_known
 from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.moe_reference import moe_forward_reference
 from qsrt_runtime.weights import LayerWeights, Traits
@@ -36,6 +36,7 @@ def moe_forward(
             f"layer is a {type(layer).__name__}, expected one of a package's layers, as "
             "package.layers[0]"
         )
+    check_known(activation)
     given = {"x": x, "topk_ids": topk_ids, "topk_weights": topk_weights}
     check_types(**given, **({} if expert_map is None else {"expert_map": expert_map}))
     out = torch.ops.qsrt.moe_forward(
@@ -90,6 +91,7 @@ def _moe_forward(
         inputs,
         uniform,
     )
+    check_arguments(x, weights, topk_ids, topk_weights, expert_map)
     forward = moe_forward_reference
     if x.device.type == "cuda" and x.dtype in (torch.float16, torch.bfloat16):
         from qsrt_runtime.moe_kernels import moe_forward_kernels as forward  # brings triton
@@ -114,8 +116,8 @@ def _(
 ) -> torch.Tensor:
     *layer, _weight_on_input, activation = held
     weights = _layer_weights(*layer)
-    arithmetic_of(activation, x, weights)
     check_arguments(x, weights, topk_ids, topk_weights, expert_map)
+    arithmetic_of(activation, x, weights)
     return x.new_empty(x.shape)
 
 

@@ -54,7 +54,7 @@ def moe_decode(
             "moe_decode runs expanded layers on NVIDIA GPUs alone; moe_prefill runs them"
         )
     check_arguments(x, layer, topk_ids, topk_weights, expert_map)
-    check_call(x, layer, topk_ids, topk_weights, expert_map, workspace, out)
+    check_call(x, layer, topk_ids, topk_weights, expert_map, workspace, out, Workspace)
     arithmetic = arithmetic_of(activation, x, layer)
     tokens, topk = topk_ids.shape
     if not tokens or not topk:

@@ -34,7 +34,7 @@ def moe_prefill(
     to bfloat16.
     """
     check_arguments(x, layer, topk_ids, topk_weights, expert_map)
-    check_call(x, layer, topk_ids, topk_weights, expert_map, workspace, out)
+    check_call(x, layer, topk_ids, topk_weights, expert_map, workspace, out, PrefillWorkspace)
     if layer.traits.inputs != workspace.inputs and workspace.inputs:
         raise ValueError(
             f"the layer's traits have {layer.traits.inputs} inputs; the workspace is for "

@@ -38,6 +38,15 @@ class _Group(click.Group):
         except (KeyboardInterrupt, click.Abort) as error:
             click.echo(_with_notes("interrupted", error), err=True)
             ctx.exit(130)
+        except click.exceptions.Exit:  # of --help, a RuntimeError too
+            raise
+        except (RuntimeError, MemoryError) as error:
+            from qsrt_pack.workers import device_failure  # brings torch, which raised it
+
+            reason = device_failure(error)
+            if reason is None:
+                raise
+            raise click.ClickException(_with_notes(reason, error)) from error
 
 
 def _with_notes(message: str, error: BaseException) -> str:

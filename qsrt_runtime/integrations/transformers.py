@@ -223,6 +223,7 @@ class QsrtQuantizer(HfQuantizer):
             raise ValueError("a package is loaded from its folder or repository, not a state_dict")
         package = open_package(_package_folder(model, Path(checkpoint_files[0])))
         self.package, self.verified = package, verify_package(package, "once")
+        _check_fields(vars(self.quantization_config), package.documents.config)
         _replace_experts(model, package, self.expand)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
@@ -312,6 +313,17 @@ def _package_folder(model: PreTrainedModel, shard: Path) -> Path:
     if snapshot.parent.name != "snapshots":
         raise ValueError(f"{name}: a package lies at the root of a repository, not in a subfolder")
     return sealed_snapshot(name, snapshot.name, snapshot.parents[2])
+
+
+def _check_fields(given: dict[str, Any], config: dict[str, Any]) -> None:
+    """Refuse a caller's quantization_config that is not the package's, `expand` aside."""
+    own = config.get("quantization_config", {})
+    other = sorted(key for key, value in given.items() if key != "expand" and value != own.get(key))
+    if other:
+        raise ValueError(
+            f"quantization_config differs from the package's in {', '.join(other)}; "
+            "`expand`, beside them, is all that can be given"
+        )
 
 
 def _replace_experts(model: PreTrainedModel, package: Package, expand: str | None) -> None:

@@ -187,6 +187,14 @@ def test_a_failure_is_one_line_and_exit_code_1(
             1,
             "Error: numba is not installed; pip install 'qsrt[pack]'\n",
         ),
+        (
+            RuntimeError("CUDA error: device-side assert triggered\nand what to compile with"),
+            1,
+            "Error: CUDA error: device-side assert triggered\n",
+        ),
+        (torch.AcceleratorError("device lost"), 1, "Error: device lost\n"),
+        (torch.OutOfMemoryError("CUDA is full"), 1, "Error: too little memory: CUDA is full\n"),
+        (MemoryError(), 1, "Error: too little memory\n"),
         (KeyboardInterrupt(), 130, "interrupted\n"),
     ],
 )

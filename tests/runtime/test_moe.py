@@ -79,6 +79,8 @@ def test_activations(stored, batch):
         (torch.float32, 4, "a8", "'a8' takes float16 or bfloat16 rows, x is torch.float32"),
         (torch.float16, 17, "a8", "'a8' takes up to 16 tokens, x has 17"),
         (torch.float16, 4, "fp8", "activation is 'fp8', expected 'a16', 'a8' or 'auto'"),
+        (torch.float16, 4, None, "activation is None, expected 'a16', 'a8' or 'auto'"),
+        (torch.float16, 4, b"a8", "activation is b'a8', expected 'a16', 'a8' or 'auto'"),
     ],
 )
 def test_refused_activations(layer, dtype, tokens, activation, message):
@@ -92,6 +94,13 @@ def test_refused_activations(layer, dtype, tokens, activation, message):
     compiled = torch.compile(forward, fullgraph=True, backend="aot_eager", dynamic=False)
     with pytest.raises(Exception, match=message):
         compiled(x)
+
+
+@pytest.mark.parametrize("shape", [(), (HIDDEN,)])
+def test_shapes_come_before_activations(layer, shape):
+    x, ids = torch.ones(shape, dtype=torch.float16), torch.zeros(4, 2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"^x has shape \["):
+        moe_forward(x, layer, ids, torch.ones(4, 2), activation="a8")
 
 
 def test_quantized_rows_compile(stored, batch):

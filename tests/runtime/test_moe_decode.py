@@ -27,6 +27,7 @@ from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.moe import moe_forward
 from qsrt_runtime.moe_decode import moe_decode
 from qsrt_runtime.moe_kernels import decodes, moe_forward_kernels
+from qsrt_runtime.moe_prefill import moe_prefill
 from qsrt_runtime.moe_reference import moe_forward_reference
 from qsrt_runtime.ops import fused
 from qsrt_runtime.ops.expert_gemm import expert_gemm
@@ -34,7 +35,7 @@ from qsrt_runtime.ops.fused.product import product
 from qsrt_runtime.ops.fused.product.quantized import quantized_product
 from qsrt_runtime.ops.fused.product.quantized.ptx import LABELS
 from qsrt_runtime.weights import LayerWeights, Traits, traits_of
-from qsrt_runtime.workspace import make_workspace
+from qsrt_runtime.workspace import make_prefill_workspace, make_workspace
 
 ACTIVATIONS = ["a16", "a8"]
 
@@ -322,6 +323,22 @@ def test_arguments_that_do_not_fit(change, error_type, message):  # RT-7a, RT-7c
     layer = replace(layer, **change.get("layer", {}))
     with pytest.raises(error_type, match=message):
         moe_decode(layer=layer, workspace=poisoned(layer, **sizes), **given)
+
+
+def test_workspaces_of_another_kind():
+    layer = random_layer(SMALL, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    x, ids, weights = inputs(layer, 2, 2, HALF)
+    few = make_workspace(SMALL, 2, 2, HALF, x.device)
+    many = make_prefill_workspace(SMALL, 2, 2, 1, HALF, x.device)
+    for forward, wrong, message in (
+        (moe_decode, None, "workspace is a NoneType, expected a Workspace"),
+        (moe_decode, many, "workspace is a PrefillWorkspace, expected a Workspace"),
+        (moe_prefill, few, "workspace is a Workspace, expected a PrefillWorkspace"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            forward(x, layer, ids, weights, wrong, torch.empty_like(x))
+    with pytest.raises(TypeError, match="out is a NoneType, expected a torch tensor"):
+        moe_decode(x, layer, ids, weights, few, None)
 
 
 @pytest.mark.parametrize(("name", "dtype"), DEVICES)

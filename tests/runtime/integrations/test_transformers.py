@@ -89,6 +89,20 @@ def test_loads_expanded(clean_package, dense_logits, tmp_path):
     assert close(logits(model.dequantize()), dense_logits)
 
 
+@pytest.mark.parametrize(
+    ("block", "name"), [((), "expnd"), (("qsrt",), "expand")], ids=["misspelt", "misplaced"]
+)
+def test_fields_that_are_not_the_packages_are_refused(clean_package, block, name):
+    config = AutoConfig.from_pretrained(clean_package)
+    fields = config.quantization_config
+    for key in block:
+        fields = fields[key]
+    fields[name] = "e4m3"
+    at_fault = block[0] if block else name
+    with pytest.raises(ValueError, match=f"differs from the package's in {at_fault}; `expand`"):
+        load(clean_package, config=config)
+
+
 def test_other_expansions_are_refused(clean_package):
     with pytest.raises(ValueError, match="expand is 'fp8', expected None or one of"):
         load(clean_package, config=expanding(clean_package, "fp8"))
