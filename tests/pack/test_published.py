@@ -20,7 +20,7 @@ from qsrt_pack.restore import decode_package
 from qsrt_pack.validate import validate
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.geometry import Geometry
-from qsrt_runtime.format.package import open_package
+from qsrt_runtime.format.package import open_package, seal
 
 NAME = "me/packed"
 FACTS = {"license_id": "apache-2.0", "base_model": "org/base", "show_progress": False}
@@ -96,6 +96,7 @@ def test_the_command(hub: FakeHub, pkg: Path, tmp_path: Path) -> None:
         ({"ways": bench_report()["ways"][:2]}, "1 tokens have results of .*, not "),
         ({"ways": 2 * bench_report()["ways"]}, "a way stands twice in"),
         ({"gpu": bench_report()["gpu"] | {"name": "a | b"}}, "name: .* does not match"),
+        ({"seconds": 10**400}, r"\$\.seconds: 10{100,} \.\.\. 0* is not of type 'number'$"),
         ({"more": 1}, "'more' was unexpected"),
     ],
 )
@@ -106,6 +107,28 @@ def test_a_report_of_something_else(
     with pytest.raises(FormatError, match=message):
         push(pkg, NAME, bench=file, **FACTS)
     assert hub.requests == [] and not (pkg / "qsrt-bench.json").exists()
+
+
+@pytest.mark.parametrize("place", ["/", "//", "."])
+def test_a_place_without_a_name(hub: FakeHub, pkg: Path, tmp_path: Path, place: str) -> None:
+    digest = push(pkg, NAME, bench=file_of(tmp_path, pkg, package=place), **FACTS)
+    assert json.loads((pkg / "qsrt-bench.json").read_text())["package"] == place
+    assert push(pkg, NAME, show_progress=False) == digest
+
+
+@pytest.mark.parametrize(
+    "held", ["", "{", json.dumps({"schema": "qsrt_report_v1", "kind": "bench"})]
+)
+def test_a_report_there_that_cannot_be_read_is_replaced(
+    hub: FakeHub, pkg: Path, tmp_path: Path, held: str
+) -> None:
+    (pkg / "qsrt-bench.json").write_text(held)
+    seal(pkg)
+    with pytest.raises(FormatError, match=r"qsrt-bench\.json.*; give a new one with --bench$"):
+        push(pkg, NAME, **FACTS)
+    assert hub.requests == [] and (pkg / "qsrt-bench.json").read_text() == held
+    push(pkg, NAME, bench=file_of(tmp_path, pkg), **FACTS)
+    assert json.loads((pkg / "qsrt-bench.json").read_text())["package"] == "model-qsrt"
 
 
 def test_reports_are_not_taken_for_each_other(hub: FakeHub, pkg: Path, tmp_path: Path) -> None:
