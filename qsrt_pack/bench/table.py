@@ -2,6 +2,8 @@
 
 from typing import Any
 
+A8 = "qsrt a8"  # the way that takes rows in MXFP8
+
 
 def describe(report: dict[str, Any]) -> str:
     """What was measured on what, and a line for each number of tokens."""
@@ -28,7 +30,7 @@ def describe(report: dict[str, Any]) -> str:
         lines.append(f"No dense ways: {report['dense_absent']}.")
     if any(_is_cached(report, row) for row in report["rows"]):
         lines.append("*: what the calls go through is not larger than the L2 cache.")
-    return "\n".join([*lines, *_errors(report), *_left_out(report)])
+    return "\n".join([*lines, *largest_errors(report), *_left_out(report)])
 
 
 def speeds(report: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
@@ -45,7 +47,7 @@ def _is_cached(report: dict[str, Any], row: dict[str, Any]) -> bool:
     return found is not None and found <= report["gpu"]["l2_bytes"]
 
 
-def _errors(report: dict[str, Any]) -> list[str]:
+def largest_errors(report: dict[str, Any]) -> list[str]:
     """A line of each way's largest error, none where nothing was measured."""
     found: dict[str, float] = {}
     for row in report["rows"]:

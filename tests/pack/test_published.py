@@ -34,6 +34,9 @@ the same weights decoded; speed is the fastest dense way's time over the packed 
 | 1 | 30.0 | 90.0 | 24.0 | 0.80 |
 | 4,096 | 800.0 | 1000.0 |  | 1.25 |
 
+Bits a weight: qsrt 3.25.
+Largest relative errors: qsrt 4.0e-03, torch 4.0e-03, triton 4.0e-03.
+
 """
 
 
@@ -65,6 +68,7 @@ def test_a_report_is_in_the_card_and_stays(hub: FakeHub, pkg: Path, tmp_path: Pa
 
 def test_all_ways_are_in_the_card(hub: FakeHub, pkg: Path, tmp_path: Path) -> None:
     report = with_ways(bench_report())
+    report["rows"][0]["results"][1]["error"] = 0.033
     file = file_of(tmp_path, pkg, ways=report["ways"], rows=report["rows"])
     push(pkg, NAME, bench=file, **FACTS)
     titles = "| tokens | qsrt, packed | qsrt a8, packed | qsrt expanded, packed | torch, dense | \
@@ -74,7 +78,13 @@ triton, dense | speed of qsrt | speed of qsrt a8 | speed of qsrt expanded |"
         "| 1 | 30.0 | 20.0 | 25.0 | 90.0 | 24.0 | 0.80 | 1.20 | 0.96 |",
         "| 4,096 | 800.0 |  | 500.0 | 1000.0 |  | 1.25 |  | 2.00 |",
     ]
-    assert "\n".join([titles, *rows, ""]) in (pkg / "README.md").read_text()
+    below = [
+        "Bits a weight: qsrt 3.25; qsrt a8 3.25, rows in MXFP8; qsrt expanded 8.25.",
+        "Largest relative errors: qsrt 4.0e-03, qsrt a8 3.3e-02, qsrt expanded 4.0e-03, "
+        "torch 4.0e-03, triton 4.0e-03.",
+    ]
+    text = "\n".join([titles, *rows, "", *below, "", "## Load"])
+    assert text in (pkg / "README.md").read_text()
 
 
 def test_the_command(hub: FakeHub, pkg: Path, tmp_path: Path) -> None:
