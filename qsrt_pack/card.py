@@ -5,7 +5,7 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from qsrt_pack.bench.table import A8, largest_errors, speeds
+from qsrt_pack.bench.table import A8, fixed, largest_errors, speeds
 from qsrt_pack.validate import bits_per_expert_weight
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.geometry import TrueSizes
@@ -165,8 +165,8 @@ def _timed(report: dict[str, Any] | None) -> str:
     ]
     for row in report["rows"]:
         found = speeds(report, row)
-        cells = [f"{r['us']:.1f}" if "us" in r else "" for r in row["results"]]
-        cells += [f"{found[name]:.2f}" if name in found else "" for name in packed]
+        cells = [fixed(r["us"], 1) if "us" in r else "" for r in row["results"]]
+        cells += [fixed(found[name], 2) if name in found else "" for name in packed]
         lines.append(" | ".join([f"| {row['tokens']:,}", *cells]) + " |")
     lines += ["", *_bits(report), *largest_errors(report)]
     text = "\n".join(lines).rstrip()

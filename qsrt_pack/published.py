@@ -65,6 +65,9 @@ def _read_bench(path: Path) -> dict[str, Any]:
     names = [way["way"] for way in value["ways"]]
     if len(set(names)) < len(names):
         raise FormatError(f"{path}: a way stands twice in {names}")
+    tokens = [row["tokens"] for row in value["rows"]]
+    if len(set(tokens)) < len(tokens):
+        raise FormatError(f"{path}: a number of tokens stands twice in {tokens}")
     for row in value["rows"]:
         found = [result["way"] for result in row["results"]]
         if found != names:

@@ -42,6 +42,12 @@ def speeds(report: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
     return {way: min(dense) / us for way, us in packed.items()} if dense else {}
 
 
+def fixed(value: float, digits: int) -> str:
+    """With so many digits behind the point, unless it is too large or too small for them."""
+    is_plain = 10**-digits <= value < 1e7
+    return f"{value:.{digits}f}" if is_plain else f"{value:.1e}"
+
+
 def _is_cached(report: dict[str, Any], row: dict[str, Any]) -> bool:
     found = row["distinct_bytes"]
     return found is not None and found <= report["gpu"]["l2_bytes"]
@@ -94,8 +100,8 @@ def _cells(result: dict[str, Any], speed: dict[str, float]) -> list[str]:
     if "us" not in result:
         return ["-"] * 4
     return [
-        f"{result['us']:.1f}",
+        fixed(result["us"], 1),
         f"{result['bytes'] / 1e6:,.1f}",
         f"{100 * result['share']:.0f} %",
-        f"{speed[result['way']]:.2f}" if result["way"] in speed else "-",
+        fixed(speed[result["way"]], 2) if result["way"] in speed else "-",
     ]

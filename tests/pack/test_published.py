@@ -103,6 +103,7 @@ def test_the_command(hub: FakeHub, pkg: Path, tmp_path: Path) -> None:
         ({"schema": "qsrt_report_v2"}, "'qsrt_report_v1' was expected"),
         ({"rows": []}, r"\$\.rows: \[\] should be non-empty"),
         ({"rows": 65 * bench_report()["rows"][:1]}, r"\$\.rows: "),
+        ({"rows": 2 * bench_report()["rows"]}, r"tokens stands twice in \[1, 4096, 1, 4096\]"),
         ({"ways": bench_report()["ways"][:2]}, "1 tokens have results of .*, not "),
         ({"ways": 2 * bench_report()["ways"]}, "a way stands twice in"),
         ({"gpu": bench_report()["gpu"] | {"name": "a | b"}}, "name: .* does not match"),
@@ -117,6 +118,16 @@ def test_a_report_of_something_else(
     with pytest.raises(FormatError, match=message):
         push(pkg, NAME, bench=file, **FACTS)
     assert hub.requests == [] and not (pkg / "qsrt-bench.json").exists()
+
+
+def test_numbers_out_of_all_proportion(hub: FakeHub, pkg: Path, tmp_path: Path) -> None:
+    rows = bench_report()["rows"]
+    for row, us in zip(rows, (1e308, 5e-324), strict=True):
+        row["results"][0] |= dict.fromkeys(("us", "us_low", "us_high"), us)
+    push(pkg, NAME, bench=file_of(tmp_path, pkg, rows=rows), **FACTS)
+    text = (pkg / "README.md").read_text()
+    assert "| 1 | 1.0e+308 | 90.0 | 24.0 | 2.4e-307 |\n" in text
+    assert "| 4,096 | 4.9e-324 | 1000.0 |  | inf |\n" in text
 
 
 @pytest.mark.parametrize("place", ["/", "//", "."])
