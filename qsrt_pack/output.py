@@ -270,7 +270,7 @@ def check_file(file: Path, overwrite: bool) -> None:
         raise FormatError(f"{file.parent} is not a folder; make it, or choose another place")
     _check_unsealed(file.parent.resolve() / file.name)
     size, most = len(os.fsencode(file.name)), os.pathconf(file.parent, "PC_NAME_MAX")
-    if size > most - _PARTIAL_BYTES:
+    if 0 < most < size + _PARTIAL_BYTES:  # -1: there is no limit
         raise FormatError(
             f"{file}: the name has {size} bytes, expected at most {most - _PARTIAL_BYTES}; "
             "choose a shorter one"
