@@ -5,9 +5,10 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
-from qsrt_pack.bench.table import speeds
+from qsrt_pack.bench.table import A8, fixed, largest_errors, speeds
 from qsrt_pack.validate import bits_per_expert_weight
 from qsrt_runtime.format.errors import FormatError
+from qsrt_runtime.format.geometry import TrueSizes
 from qsrt_runtime.format.manifest import CARD
 from qsrt_runtime.format.package import Package
 
@@ -164,16 +165,29 @@ def _timed(report: dict[str, Any] | None) -> str:
     ]
     for row in report["rows"]:
         found = speeds(report, row)
-        cells = [f"{r['us']:.1f}" if "us" in r else "" for r in row["results"]]
-        cells += [f"{found[name]:.2f}" if name in found else "" for name in packed]
+        cells = [fixed(r["us"], 1) if "us" in r else "" for r in row["results"]]
+        cells += [fixed(found[name], 2) if name in found else "" for name in packed]
         lines.append(" | ".join([f"| {row['tokens']:,}", *cells]) + " |")
-    table = "\n".join(lines)
+    lines += ["", *_bits(report), *largest_errors(report)]
+    text = "\n".join(lines).rstrip()
     return f"""## Speed
 
 Microseconds of a layer's experts on one {report["gpu"]["name"]}, in {report["dtype"]}, by \
 `qsrt-pack bench`. Dense are the same weights decoded; speed is the fastest dense way's time over \
 the packed one's:
 
-{table}
+{text}
 
 """
+
+
+def _bits(report: dict[str, Any]) -> list[str]:
+    """A line of what packed ways read of an expert, none without any."""
+    sizes = TrueSizes(report["hidden_size"], report["intermediate_size"])
+    found = [
+        f"{way['way']} {8 * way['expert_bytes'] / sizes.weights_per_expert:.2f}"
+        + (", rows in MXFP8" if way["way"] == A8 else "")
+        for way in report["ways"]
+        if way["weights"] == "packed"
+    ]
+    return [f"Bits a weight: {'; '.join(found)}."] if found else []

@@ -47,9 +47,12 @@ def shown_name(place: str) -> str:
     """What others are shown of the place of a model or text: its name, no path of the machine.
 
     OWNER/NAME of a repository, also for its snapshot in the Hub's cache, which lies there as
-    models--OWNER--NAME/snapshots/COMMIT.
+    models--OWNER--NAME/snapshots/COMMIT. It is never empty: / and . have no other name.
     """
-    parts = PurePath(place).parts
+    path = PurePath(place)
+    parts = path.parts
     if len(parts) > 2 and parts[-2] == "snapshots" and parts[-3].startswith("models--"):
-        return parts[-3].removeprefix("models--").replace("--", "/", 1)
-    return place if len(parts) == 2 and parts[0] != "/" else PurePath(place).name
+        return parts[-3].removeprefix("models--").replace("--", "/", 1) or path.name
+    if len(parts) == 2 and not path.anchor:
+        return place
+    return path.name or str(path)

@@ -24,9 +24,8 @@ from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 import qsrt_runtime
 from qsrt_pack.assemble.package import GIT_ATTRIBUTES
 from qsrt_pack.card import build_card
-from qsrt_pack.evaluation import check_evaluation, read_evaluation, shown_name
 from qsrt_pack.output import check_output, recover, replacing, state_file
-from qsrt_pack.published import read_bench
+from qsrt_pack.published import published_bench, published_evaluation
 from qsrt_pack.validate import validate
 from qsrt_runtime.format import paths, schema
 from qsrt_runtime.format.errors import FormatError
@@ -222,7 +221,8 @@ def _described(
     package = open_package(path)
     if not package.documents.is_ours:
         raise FormatError(f"{path} was made elsewhere; push takes packages that convert has made")
-    evaluation, speed = _evaluation(package, report), read_bench(package, bench)
+    evaluation = published_evaluation(package, report)
+    speed = published_bench(package, bench)
     names = {"license_id": license_id, "base_model": base_model}
     card = build_card(package, repository, **names, report=evaluation, bench=speed)
     wanted = {CARD: card.encode(), ATTRIBUTES: _attributes(package)}
@@ -266,20 +266,6 @@ def _link(source: Path, target: Path) -> None:
         os.link(source.resolve(), target)
     except OSError:
         shutil.copyfile(source, target)
-
-
-def _evaluation(package: Package, report: Path | None) -> dict[str, Any] | None:
-    """The report to publish, without the paths of the machine that made it, or the one there."""
-    kept = None
-    if REPORT in package.digests:
-        kept = schema.read(package.path / REPORT, "report")
-    if report is None:
-        return kept
-    value = read_evaluation(report)
-    stripped = value | {key: shown_name(value[key]) for key in ("package", "reference", "text")}
-    if stripped != kept:
-        check_evaluation(value, package, report)
-    return stripped
 
 
 def _prepare_repository(api: HfApi, repository: str, private: bool, revision: str | None) -> None:

@@ -17,10 +17,12 @@ from pathlib import Path
 
 from qsrt_runtime.format import paths
 from qsrt_runtime.format.errors import FormatError
+from qsrt_runtime.format.manifest import MARKER
 
 _LOCK, _NEW, _OLD, _STATE, _SOURCE = "lock", "package", "old", "state.json", "source"
 SLICES = "slices"  # in it, what is kept of each removed shard
 _STATE_PARTIAL = paths.partial_name(Path(_STATE)).name
+_PARTIAL_BYTES = 16  # that the name of a partial file has more: a process's number, or .partial
 _LOCK_TRIES = 5  # 0.2 s, since a look at the lock takes it for a moment
 _log = logging.getLogger(__name__)
 
@@ -56,6 +58,7 @@ def check_output(
             raise FormatError(
                 f"{place} and the source {source} lie inside each other; choose another"
             )
+    _check_unsealed(target)
     for place in (Path.cwd().resolve(), Path.home().resolve()):
         if target == place or target in place.parents:
             raise FormatError(f"{out} holds the folder {place}, which would be replaced")
@@ -261,15 +264,17 @@ def _remove(work: Path, out: Path) -> None:
         _log.warning("%s was not removed: %s", work, error)
 
 
-def check_file(file: Path, package: Path | None, overwrite: bool) -> None:
-    """Refuse a file that cannot be written, or that would lose something.
-
-    package: a local one, which is sealed.
-    """
+def check_file(file: Path, overwrite: bool) -> None:
+    """Refuse a file that cannot be written, or that would lose something."""
     if not file.parent.is_dir():
         raise FormatError(f"{file.parent} is not a folder; make it, or choose another place")
-    if package is not None and package.resolve() in file.resolve().parents:
-        raise FormatError(f"{file} lies in the package, which is sealed; choose another place")
+    _check_unsealed(file.parent.resolve() / file.name)
+    size, most = len(os.fsencode(file.name)), os.pathconf(file.parent, "PC_NAME_MAX")
+    if 0 < most < size + _PARTIAL_BYTES:  # -1: there is no limit
+        raise FormatError(
+            f"{file}: the name has {size} bytes, expected at most {most - _PARTIAL_BYTES}; "
+            "choose a shorter one"
+        )
     if file.is_dir():
         raise FormatError(f"{file} is a folder; name a file")
     if not os.access(file.parent, os.W_OK | os.X_OK):
@@ -278,6 +283,15 @@ def check_file(file: Path, package: Path | None, overwrite: bool) -> None:
         raise FormatError(f"{file} is no regular file; choose another name")
     if (file.exists() or file.is_symlink()) and not overwrite:
         raise FormatError(f"{file} exists; choose another or give --overwrite to replace it")
+
+
+def _check_unsealed(place: Path) -> None:
+    """Refuse a place, without links, inside a package."""
+    for folder in place.parents:
+        if (folder / MARKER).exists():
+            raise FormatError(
+                f"{place} lies in the package {folder}, which is sealed; choose another place"
+            )
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from qsrt_pack.bench.choice import Absent, Choice, Measure, Unavailable, Way, te
 from qsrt_pack.bench.inputs import Input
 from qsrt_pack.bench.machine import Call, Machine
 from qsrt_pack.bench.subject import USABLE, gigabytes
+from qsrt_pack.bench.table import A8
 from qsrt_runtime.arguments import padded_rows
 from qsrt_runtime.arithmetic import CAPABILITY
 from qsrt_runtime.expansion import expanded
@@ -91,7 +92,7 @@ class Packed:
 
 def with_a8(layers: Sequence[LayerWeights], topk: int, machine: Machine) -> Way:
     """The layers as stored, and rows in MXFP8 (W4A8)."""
-    way = Packed(layers, topk, "qsrt a8", "a8")
+    way = Packed(layers, topk, A8, "a8")
     if torch.version.hip is None and machine.capability >= CAPABILITY:
         return way
     needed = "takes an NVIDIA GPU of capability {}.{} or newer".format(*CAPABILITY)

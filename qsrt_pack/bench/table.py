@@ -2,6 +2,8 @@
 
 from typing import Any
 
+A8 = "qsrt a8"  # the way that takes rows in MXFP8
+
 
 def describe(report: dict[str, Any]) -> str:
     """What was measured on what, and a line for each number of tokens."""
@@ -28,7 +30,7 @@ def describe(report: dict[str, Any]) -> str:
         lines.append(f"No dense ways: {report['dense_absent']}.")
     if any(_is_cached(report, row) for row in report["rows"]):
         lines.append("*: what the calls go through is not larger than the L2 cache.")
-    return "\n".join([*lines, *_errors(report), *_left_out(report)])
+    return "\n".join([*lines, *largest_errors(report), *_left_out(report)])
 
 
 def speeds(report: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
@@ -40,12 +42,18 @@ def speeds(report: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
     return {way: min(dense) / us for way, us in packed.items()} if dense else {}
 
 
+def fixed(value: float, digits: int) -> str:
+    """With so many digits behind the point, unless it is too large or too small for them."""
+    is_plain = 10**-digits <= value < 1e7
+    return f"{value:.{digits}f}" if is_plain else f"{value:.1e}"
+
+
 def _is_cached(report: dict[str, Any], row: dict[str, Any]) -> bool:
     found = row["distinct_bytes"]
     return found is not None and found <= report["gpu"]["l2_bytes"]
 
 
-def _errors(report: dict[str, Any]) -> list[str]:
+def largest_errors(report: dict[str, Any]) -> list[str]:
     """A line of each way's largest error, none where nothing was measured."""
     found: dict[str, float] = {}
     for row in report["rows"]:
@@ -92,8 +100,8 @@ def _cells(result: dict[str, Any], speed: dict[str, float]) -> list[str]:
     if "us" not in result:
         return ["-"] * 4
     return [
-        f"{result['us']:.1f}",
+        fixed(result["us"], 1),
         f"{result['bytes'] / 1e6:,.1f}",
         f"{100 * result['share']:.0f} %",
-        f"{speed[result['way']]:.2f}" if result["way"] in speed else "-",
+        fixed(speed[result["way"]], 2) if result["way"] in speed else "-",
     ]

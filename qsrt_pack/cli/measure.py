@@ -215,8 +215,8 @@ def bench_command(
     subject = shape or local_folder(SOURCE.convert(what, None, None))
     files = [file for file in (json_file, png) if file is not None]
     for file in files:
-        check_file(file, None if shape else subject, overwrite)
-    if json_file is not None and json_file == png:
+        check_file(file, overwrite)
+    if len({file.resolve() for file in files}) < len(files):
         raise click.UsageError("--json and --png name the same file")
     report = bench(subject, tokens, machine_of(found), also=also)
     click.echo(describe(report))

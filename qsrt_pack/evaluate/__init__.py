@@ -17,6 +17,7 @@ from qsrt_pack.evaluate.scores import Totals, check_finite, compare
 from qsrt_pack.evaluate.table import describe
 from qsrt_pack.evaluate.tokens import Windows, read_windows
 from qsrt_pack.evaluation import content_sha256, shown_name
+from qsrt_pack.output import check_file
 from qsrt_pack.progress import bar
 from qsrt_pack.source.checkpoint import digest_files
 from qsrt_pack.text import blaming
@@ -59,6 +60,8 @@ def evaluate(
     reference in bfloat16.
     """
     start = time.perf_counter()
+    if cache is not None and not cache.exists():
+        check_file(cache, overwrite=True)
     transformers.utils.logging.disable_progress_bar()
     package, original = models.open_packed(path), models.open_dense(reference)
     others = [models.open_model(other) for other in against]

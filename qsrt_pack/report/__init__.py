@@ -26,7 +26,7 @@ def write_report(
     The same package and library versions give the same bytes. Raises FormatError naming what is
     wrong; then nothing was written.
     """
-    check_file(html, package, overwrite)
+    check_file(html, overwrite)
     if png is not None:
         check_output(png, package, overwrite)
         if png.resolve() in (html.resolve(), *html.resolve().parents):

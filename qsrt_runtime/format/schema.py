@@ -6,7 +6,7 @@ The only place that knows where the schemas lie.
 import functools
 import hashlib
 import json
-import math
+import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -32,7 +32,9 @@ def _is_integer(_checker: object, value: object) -> bool:
 
 
 def _is_number(_checker: object, value: object) -> bool:
-    return _is_integer(_checker, value) or (isinstance(value, float) and math.isfinite(value))
+    """Neither NaN nor beyond every float, in which numbers are reckoned with."""
+    is_real = _is_integer(_checker, value) or isinstance(value, float)
+    return is_real and abs(value) <= sys.float_info.max
 
 
 def _unique_items(
@@ -85,7 +87,7 @@ def check(value: Any, name: str, where: str) -> None:
         if error.validator == "const":
             message += f", found {error.instance!r}"
         if len(message) > 300:
-            message = message[:297] + "..."
+            message = f"{message[:200]} ... {message[-95:]}"
         raise FormatError(f"{where}: {error.json_path}: {message}")
 
 

@@ -366,6 +366,18 @@ def test_the_reference_runs_once_for_a_cache(
     assert [path.name for path in tmp_path.iterdir()] == ["logits.safetensors"]
 
 
+def test_a_cache_that_cannot_be_written_is_seen_first(
+    package_of_source: Path, tmp_path: Path
+) -> None:
+    for cache, message in (
+        (package_of_source / "logits", f"lies in the package {package_of_source}, which is sealed"),
+        (tmp_path / ("n" * 250), "the name has 250 bytes, expected at most 239; choose"),
+        (tmp_path / "none" / "logits", "none is not a folder; make it"),
+    ):
+        with pytest.raises(FormatError, match=message):
+            evaluate(package_of_source, tmp_path, tmp_path, cache=cache, show_progress=False)
+
+
 def test_a_cache_of_something_else_is_refused(
     package_of_source: Path, source: Path, dense: Path, text: Path, tmp_path: Path, loaded: list
 ) -> None:
@@ -404,9 +416,6 @@ def test_a_failed_reference_leaves_no_cache(
     with pytest.raises(FormatError, match="model: the model gives logits that are not finite"):
         evaluate(package_of_source, broken, text, cache=cache, show_progress=False)
     assert [*cache.parent.iterdir()] == []
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        cache = tmp_path / "nowhere" / "logits"
-        evaluate(package_of_source, source, text, cache=cache, show_progress=False)
 
 
 def test_a_full_disk_is_seen_before_anything_runs(

@@ -68,6 +68,11 @@ def test_which_digest_decides(package: Path) -> None:
         ("model", "model"),
         ("/model", "model"),
         ("../someone/private/model", "model"),
+        ("/", "/"),
+        ("//", "//"),
+        (".", "."),
+        ("//model", "model"),
+        ("/hub/models--/snapshots/" + 40 * "a", 40 * "a"),
     ],
 )
 def test_names_that_others_see(place: str, shown: str) -> None:

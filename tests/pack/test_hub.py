@@ -13,6 +13,7 @@ import huggingface_hub.constants
 import packages
 import pytest
 import torch
+from benched import bench_report
 from click.testing import CliRunner, Result
 from fakehub import FakeHub, Request, command, environment
 
@@ -527,6 +528,36 @@ def test_a_report_is_published_without_paths(hub: FakeHub, pkg: Path, tmp_path: 
     assert not any(b"somebody" in data for data in files.values())
     assert push(pkg, NAME, report=report, **FACTS) == digest  # the same command again
     assert push(pkg, NAME, show_progress=False) == digest  # the report stays
+
+
+@pytest.mark.parametrize("place", ["/", "//", "."])
+def test_places_without_a_name(hub: FakeHub, pkg: Path, tmp_path: Path, place: str) -> None:
+    report, places = tmp_path / "eval.json", dict.fromkeys(("package", "reference", "text"), place)
+    report.write_text(json.dumps(_report(pkg, **places)))
+    digest = push(pkg, NAME, report=report, **FACTS)
+    assert json.loads((pkg / "qsrt-eval.json").read_text()).items() >= places.items()
+    assert push(pkg, NAME, show_progress=False) == digest
+
+
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [
+        ("", "not valid JSON"),
+        (json.dumps({"schema": "qsrt_report_v2", "kind": "eval"}), "is a required property"),
+        (json.dumps(bench_report()), "is a report of bench, expected one of eval --json"),
+    ],
+)
+def test_a_report_there_that_is_none_is_replaced(
+    hub: FakeHub, pkg: Path, tmp_path: Path, held: str, message: str
+) -> None:
+    (pkg / "qsrt-eval.json").write_text(held)
+    seal(pkg)
+    with pytest.raises(FormatError, match=f"{message}.*; give a new one with --report$"):
+        push(pkg, NAME, **FACTS)
+    assert hub.requests == [] and (pkg / "qsrt-eval.json").read_text() == held
+    (tmp_path / "eval.json").write_text(json.dumps(_report(pkg)))
+    push(pkg, NAME, report=tmp_path / "eval.json", **FACTS)
+    assert json.loads((pkg / "qsrt-eval.json").read_text())["reference"] == "model"
 
 
 def test_a_report_made_before_push_is_of_the_package_after_it(

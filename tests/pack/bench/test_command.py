@@ -79,9 +79,15 @@ def test_a_package(given: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_files_that_cannot_be_written(given: list, tmp_path: Path) -> None:
     folder = write_package(tmp_path / "p", Geometry(128, 256, 2))
+    other = write_package(tmp_path / "other", Geometry(128, 256, 2))
+    (other / "deep").mkdir()
+    (tmp_path / "link").symlink_to(other)
     (tmp_path / "taken").write_text("mine")
     for file, message in (
-        (folder / "bench.json", "lies in the package, which is sealed"),
+        (folder / "bench.json", f"lies in the package {folder}, which is sealed"),
+        (other / "deep" / "bench.json", f"lies in the package {other}, which is sealed"),
+        (tmp_path / "link" / "bench.json", f"lies in the package {other}, which is sealed"),
+        (tmp_path / ("n" * 250), "the name has 250 bytes, expected at most 239; choose"),
         (folder, "is a folder; name a file"),
         (tmp_path / "absent" / "bench.json", "is not a folder; make it"),
         (tmp_path / "taken", "exists; choose another"),
@@ -92,8 +98,12 @@ def test_files_that_cannot_be_written(given: list, tmp_path: Path) -> None:
             assert message in result.stderr and result.stderr.count("\n") == 1
     result = invoke(folder, "--json", tmp_path / "new", "--png", tmp_path / "new")
     assert result.exit_code == 2 and "name the same file" in result.stderr
+    (tmp_path / "again").symlink_to(tmp_path)
+    result = invoke(folder, "--json", tmp_path / "new", "--png", tmp_path / "again" / "new")
+    assert result.exit_code == 2 and "name the same file" in result.stderr
     assert given == [] and (tmp_path / "taken").read_text() == "mine"
     assert not (tmp_path / "new").exists()
+    assert invoke(folder, "--json", tmp_path / ("n" * 239)).exit_code == 0
 
 
 def test_a_plot_that_fails_leaves_no_file(

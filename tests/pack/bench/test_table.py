@@ -64,6 +64,14 @@ def test_all_ways(report):
     assert plot(report).startswith(b"\x89PNG")
 
 
+def test_a_time_out_of_all_proportion(report):
+    report["rows"][0]["results"][0]["us"] = 1.5e300
+    report["rows"][1]["results"][0]["us"] = 0.04
+    lines = describe(report).splitlines()
+    assert lines[6].split()[:6] == ["1", "1.5e+300", "2.0", "25", "%", "1.6e-299"]
+    assert lines[7].split()[:6] == ["4,096*", "4.0e-02", "2.0", "25", "%", "25000.00"]
+
+
 def test_what_is_left_out_for_one_reason_is_said_once(report):
     report["rows"].append(report["rows"][1] | {"tokens": 8192})
     assert describe(report).splitlines()[-1] == "M = 4096, 8192: triton left out: takes too much"

@@ -350,7 +350,12 @@ def test_nothing_is_replaced_unasked_or_put_into_a_package(
     (plots / "mine.png").write_text("mine")
     refused("exists; choose another or give --overwrite", taken)
     refused("is not empty; choose another or give --overwrite", tmp_path / "page.html", png=plots)
-    refused("lies in the package, which is sealed", calibrated / "page.html")
+    other = shutil.copytree(calibrated, tmp_path / "other")
+    for package in (calibrated, other):
+        sealed = f"lies in the package {package}, which is sealed"
+        refused(sealed, package / "page.html")
+    refused(sealed, tmp_path / "page.html", png=other / "plots")
+    refused("has 240 bytes, expected at most 239; choose", tmp_path / ("n" * 240))
     refused("lie inside each other", tmp_path / "page.html", png=calibrated / "plots")
     for page in (plots, plots / "page.html"):
         message = "is a folder; name a file" if page == plots else "is to hold the plots alone"
