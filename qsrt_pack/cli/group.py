@@ -15,6 +15,7 @@ _INSTALL = {  # what brings a module
     "jinja2": "'qsrt[report]'",
     "matplotlib": "'qsrt[report]'",
     "numba": "'qsrt[pack]'",
+    "numpy": "'qsrt[report]'",
     "rich": "'qsrt[pack]'",
     "transformers": "'qsrt[eval]'",
     "triton": "triton",

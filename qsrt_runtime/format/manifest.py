@@ -92,8 +92,8 @@ def layers_of(manifest: dict[str, Any]) -> list[int]:
 
 def same_by_layer(value: Any) -> Any:
     """A value of config.json, which some families state as a list by layer, all alike."""
-    is_same = isinstance(value, list) and value and all(each == value[0] for each in value)
-    return value[0] if is_same else value
+    is_by_layer = isinstance(value, list) and len(value) > 1
+    return value[0] if is_by_layer and all(each == value[0] for each in value) else value
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:

@@ -289,7 +289,7 @@ def test_layer_entry_is_checked_on_opening(publication, reseal_listing, field, v
         open_package(publication)
 
 
-@pytest.mark.parametrize("value", [128.0, "128", True, [128, 256]])
+@pytest.mark.parametrize("value", [128.0, "128", True, [128, 256], [128]])
 def test_sizes_in_config_are_integers(package, reseal, value):
     edit_json(package / "config.json", lambda config: config.update(hidden_size=value))
     reseal(package)
