@@ -258,6 +258,18 @@ def _range(*ends):
     return range(*(int(end.handle.data.item()) for end in ends))
 
 
+def _with_mask(name, place):
+    """A load or store whose mask, argument `place`, may be of integers, as compiled ones' may."""
+    original = getattr(InterpreterBuilder, name)
+
+    def masked(builder, *arguments):
+        mask = arguments[place]
+        mask = TensorHandle(mask.data.astype(bool), tl.int1)
+        return original(builder, *arguments[:place], mask, *arguments[place + 1 :])
+
+    return masked
+
+
 def interpret(monkeypatch, *modules):
     """Have Triton's interpreter run inline PTX, and kernel modules' ranges between tensors.
 
@@ -275,6 +287,8 @@ def interpret(monkeypatch, *modules):
         return SimpleNamespace(get_result=handles.__getitem__)
 
     monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", create)
+    for name, place in (("create_masked_load", 1), ("create_masked_store", 2)):
+        monkeypatch.setattr(InterpreterBuilder, name, _with_mask(name, place))
     return machine
 
 

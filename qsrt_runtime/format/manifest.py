@@ -92,8 +92,8 @@ def layers_of(manifest: dict[str, Any]) -> list[int]:
 
 def same_by_layer(value: Any) -> Any:
     """A value of config.json, which some families state as a list by layer, all alike."""
-    is_by_layer = isinstance(value, list) and len(value) > 1
-    return value[0] if is_by_layer and all(each == value[0] for each in value) else value
+    is_same = isinstance(value, list) and value and all(each == value[0] for each in value)
+    return value[0] if is_same else value
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -294,7 +294,9 @@ def check_config(
         "num_experts_per_tok": topk,
     }
     for key, expected in stated.items():
-        found = same_by_layer(config.get(key))
+        found = config.get(key)
+        if isinstance(found, list) and len(found) == config.get("num_hidden_layers"):
+            found = same_by_layer(found)
         if found is not None and type(found) is not int:  # 128.0 and True are equal to integers
             raise FormatError(f"{where}: {key} is {found!r}, expected an integer")
         if found is not None:

@@ -243,7 +243,7 @@ def rotate_rows(
             block = part * BLOCKS * 4 + tl.arange(0, BLOCKS * 4)
             is_block = block < HIDDEN // 32
             if BY_ROUTE:
-                is_block &= expert >= 0
+                is_block &= block * 0 + expert >= 0
             store_quantized(
                 rotated, out + first, order, exponents + first // 32, block, mask, is_block,
                 BLOCKS * 128,

@@ -36,14 +36,21 @@ def overwrite(file: Path, tensor: str, offset: int, data: bytes) -> None:
         stream.write(data)
 
 
-@pytest.mark.parametrize("value", [1e308, 10**400])
-def test_errors_that_have_no_mean_are_refused(mixed: Path, value: float) -> None:
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (1e308, "mixed: its evidence states errors too large to average"),
+        (10**400, r"\$\.experts\[3\]\.nmse\.w1: 1000.*0 is not of type 'number'"),
+    ],
+    ids=["sum", "integer"],
+)
+def test_errors_that_have_no_mean_are_refused(mixed: Path, value: float, message: str) -> None:
     evidence = mixed / "qsrt-layer-001.json"
     checkpoints.edit_json(
         evidence, lambda v: [item["nmse"].update(w1=value) for item in v["experts"]]
     )
     seal(mixed)
-    refused(mixed, "mixed: its evidence states errors too large to average")
+    refused(mixed, message)
 
 
 def test_the_slab_is_not_read(package: Path) -> None:

@@ -41,7 +41,7 @@ def test_fits_the_gpu(compiled, kernel, capability):
 def test_quantized_rows_fit_the_gpu(compiled, kernel, capability):
     found = compiled[kernel, capability]
     assert found["shared"] <= SHARED[capability]
-    assert found["stack"] in (0, None)
+    assert (found["stack"] or 0) <= 16  # Triton 3.9 takes as much of plain_a8, 3.6 none
     assert (found["e4m3"] > 0) == (kernel == "plain_a8" and capability == 89)
 
 
