@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 _NO_MEMORY = re.compile(r"\bout of memory|_ALLOC_FAILED|can't allocate memory")
-_OF_DEVICE = re.compile(r"CUDA|HIP|cuDNN|cusolver|nvrtc")  # in torch's, Triton's, libraries' words
+_OF_DEVICE = re.compile(r"CUDA|\bHIP\b|cuDNN|cusolver|nvrtc")  # in their own words
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

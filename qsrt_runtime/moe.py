@@ -91,7 +91,9 @@ def _moe_forward(
         inputs,
         uniform,
     )
-    check_arguments(x, weights, topk_ids, topk_weights, expert_map)
+    if activation != "a16":  # what it takes is told after the arguments, which all ways check
+        check_arguments(x, weights, topk_ids, topk_weights, expert_map)
+        activation = arithmetic_of(activation, x, weights)
     forward = moe_forward_reference
     if x.device.type == "cuda" and x.dtype in (torch.float16, torch.bfloat16):
         from qsrt_runtime.moe_kernels import moe_forward_kernels as forward  # brings triton
@@ -102,7 +104,7 @@ def _moe_forward(
         topk_weights,
         expert_map=expert_map,
         weight_on_input=weight_on_input,
-        activation=arithmetic_of(activation, x, weights),
+        activation=activation,
     )
 
 
