@@ -33,7 +33,7 @@ from qsrt_runtime.format.package import (
 )
 from qsrt_runtime.hub import local_folder
 from qsrt_runtime.staging import Staging
-from qsrt_runtime.weights import LayerWeights, traits_of
+from qsrt_runtime.weights import LayerWeights, with_traits
 
 VERIFY = ("once", "always", "structure")
 
@@ -136,9 +136,9 @@ def _load_packed(
 ) -> tuple[dict[int, LayerWeights], int]:
     """The layers as stored, all read at once, and the bytes read."""
     with Staging(device) as staging:
-        loaded = {layer: load_layer(package, layer, staging, slots, experts) for layer in wanted}
-    loaded = {layer: _with_traits(weights) for layer, weights in loaded.items()}
-    return loaded, sum(stored_bytes(weights) for weights in loaded.values())
+        read = [load_layer(package, layer, staging, slots, experts) for layer in wanted]
+    loaded = with_traits(read)  # once their sections are there
+    return dict(zip(wanted, loaded, strict=True)), sum(map(stored_bytes, loaded))
 
 
 def _load_expanded(
@@ -151,11 +151,6 @@ def _load_expanded(
         load_bytes += size
         loaded[layer] = expanded(packed.pop(layer))
     return loaded, load_bytes
-
-
-def _with_traits(weights: LayerWeights) -> LayerWeights:
-    """The layer once its sections are there, with what its experts have in common."""
-    return replace(weights, traits=traits_of(weights.shared_scales, weights.format_codes))
 
 
 def verify_package(package: Package, verify: str) -> str:

@@ -1,6 +1,7 @@
 """One rank's part of one layer's packed experts, ready to run."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -50,10 +51,27 @@ def traits_of(shared_scales: torch.Tensor, format_codes: torch.Tensor) -> Traits
 
     Raises FormatError for format bytes that the kernels do not know, which look at none.
     """
+    return _traits(format_codes.cpu(), *_differences(shared_scales).tolist())
+
+
+def with_traits(layers: Sequence[LayerWeights]) -> list[LayerWeights]:
+    """Layers of one package on one device with their traits, as traits_of; waits once for all."""
+    if not layers:
+        return []
+    codes = torch.stack([layer.format_codes for layer in layers])
+    differences = torch.stack([_differences(layer.shared_scales) for layer in layers])
+    found = zip(layers, codes.cpu(), differences.tolist(), strict=True)
+    return [replace(layer, traits=_traits(codes, *by)) for layer, codes, by in found]
+
+
+def _differences(shared_scales: torch.Tensor) -> torch.Tensor:
+    """[2] bool: whether scales differ by expert, and the first expert's for gate and up."""
+    bits = shared_scales.view(torch.int16)
+    return torch.stack([(bits != bits[:, :1]).any(), (bits[0, 0] != bits[1, 0]).any()])
+
+
+def _traits(format_codes: torch.Tensor, by_expert: bool, by_matrix: bool) -> Traits:
+    """format_codes: on the CPU."""
     if ((format_codes >> 4 > MODES[-1]) | ((format_codes & 15) > MODES[-1])).any():
         raise FormatError("a format byte is X4T or of a later profile; this version runs R0 to R2")
-    bits = shared_scales.view(torch.int16)
-    uniform = not format_codes.any()
-    if not torch.equal(bits, bits[:, :1].expand_as(bits)):
-        return Traits(0, uniform)
-    return Traits(1 if torch.equal(bits[0, 0], bits[1, 0]) else 2, uniform)
+    return Traits(0 if by_expert else 2 if by_matrix else 1, uniform=not format_codes.any())

@@ -1,19 +1,23 @@
 """Loading against a plain pinned copy of the same bytes, and a model's memory in transformers.
 
-    python tests/bench/bench_load.py [--layers 16] [--geometry 1024,512,256] [--sweep]
+    python tests/bench/bench_load.py [--layers 16] [--geometry 1024,512,256] [--sweep] [--drop]
 
 Layers of 256 experts of 1024 x 512 by default, from random words. The page cache is warm, and
 pinned memory is there from the run before. Prints medians.
+--drop: the page cache holds the files as the first load's checks read them, as it does from the day
+after a conversion on, not as they were written, an expert at a time: its pages are larger.
 """
 
 import argparse
 import ctypes
+import os
 import shutil
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -64,7 +68,23 @@ def load(path: Path, verify: str) -> float:
 def read_mapped(part: staging._Part, memory: torch.Tensor) -> None:
     """In place of staging._read: copy out of a mapping of the file."""
     storage = torch.UntypedStorage.from_file(str(part.path), False, part.path.stat().st_size)
-    ctypes.memmove(memory.data_ptr(), storage.data_ptr() + part.start, memory.nbytes)
+    address = memory.data_ptr()
+    for start, size in part.pieces:
+        ctypes.memmove(address, storage.data_ptr() + start, size)
+        address += size
+
+
+@contextmanager
+def using(**values: object) -> Iterator[None]:
+    """staging with other values of these names."""
+    before = {name: getattr(staging, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(staging, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(staging, name, value)
 
 
 def read_only(path: Path) -> float:
@@ -74,6 +94,14 @@ def read_only(path: Path) -> float:
         return load(path, "once")
     finally:
         torch.Tensor.copy_ = copy
+
+
+def drop_pages(folder: Path) -> None:
+    """Take the files of a folder out of the page cache."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def report(what: str, size: int, seconds: tuple[float, float, float], plain: float) -> None:
@@ -96,6 +124,8 @@ def bench_load(path: Path, sweep: bool) -> None:
     report("plain pinned copy", size, seconds, seconds[0])
     plain = seconds[0]
     report("load_package", size, median_s(lambda: load(path, "once")), plain)
+    with using(reads_ahead=lambda _: False):
+        report("by turns of threads", size, median_s(lambda: load(path, "once")), plain)
     start = time.perf_counter()
     load_package(path, device="cuda")
     say(f"load_package, call to return, all documents: {time.perf_counter() - start:.3f} s")
@@ -105,16 +135,24 @@ def bench_load(path: Path, sweep: bool) -> None:
 
 
 def bench_sweep(path: Path, size: int, plain: float) -> None:
-    defaults = staging.THREADS, staging.PART
-    for threads in (16, 12, 8, 4, 1):
-        for mib in (2, 4, 8):
-            staging.THREADS, staging.PART = threads, mib << 20
-            what = f"{threads} threads, {mib} MiB parts"
-            report(what, size, median_s(lambda: load(path, "once")), plain)
-    staging.THREADS, staging.PART = defaults
-    original, staging._read = staging._read, read_mapped
-    report("mapped, as by default otherwise", size, median_s(lambda: load(path, "once")), plain)
-    staging._read = original
+    ways: dict[str, dict[str, object]] = {
+        f"ahead, {copies} copies, parts of {mib} MiB": {
+            "COPIES": copies,
+            "AHEAD_PART": mib << 20,
+        }
+        for copies in (2, 4, 8)
+        for mib in (2, 4, 8)
+    }
+    by_turns = {"reads_ahead": lambda _: False}
+    ways |= {
+        f"{threads} threads, parts of {mib} MiB": by_turns | {"THREADS": threads, "PART": mib << 20}
+        for threads in (16, 12, 8, 4, 1)
+        for mib in (4, 8, 16)
+    }
+    ways["threads, out of mappings"] = by_turns | {"_read": read_mapped}
+    for name, values in ways.items():
+        with using(**values):
+            report(name, size, median_s(lambda: load(path, "once")), plain)
 
 
 def bench_memory(path: Path, geometry: Geometry) -> None:
@@ -158,13 +196,16 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--geometry", default="1024,512,256")
-    parser.add_argument("--sweep", action="store_true", help="try other threads and chunks too")
+    parser.add_argument("--sweep", action="store_true", help="try other sizes and ways too")
+    parser.add_argument("--drop", action="store_true", help="as read by checks, not as written")
     arguments = parser.parse_args()
     geometry = Geometry(*map(int, arguments.geometry.split(",")))
     say(torch.cuda.get_device_name(), "torch", torch.__version__)
     folder = Path(tempfile.mkdtemp())
     try:
         path = model_package(folder / "package", geometry, arguments.layers)
+        if arguments.drop:
+            drop_pages(path)
         bench_load(path, arguments.sweep)
         bench_memory(path, geometry)
     finally:

@@ -35,6 +35,7 @@ from qsrt_runtime.moe_prefill import moe_prefill
 from qsrt_runtime.moe_reference import moe_forward_reference
 from qsrt_runtime.ops.expand.reference import expand_reference
 from qsrt_runtime.ops.expert_gemm.reference import in_slot_order
+from qsrt_runtime.weights import with_traits
 from qsrt_runtime.workspace import make_prefill_workspace, make_workspace
 
 CPU = torch.device("cpu")
@@ -333,12 +334,11 @@ def test_other_expansions_are_refused(package, expand):
 
 
 def test_an_expert_that_is_kept_exact_is_refused(package, monkeypatch):
-    def with_x4t(weights):
-        weights.format_codes[1] = 0xFF
-        return original(weights)
+    def with_x4t(layers):
+        layers[0].format_codes[1] = 0xFF
+        return with_traits(layers)
 
-    original = load._with_traits
-    monkeypatch.setattr(load, "_with_traits", with_x4t)
+    monkeypatch.setattr(load, "with_traits", with_x4t)
     with pytest.raises(FormatError, match="a format byte is X4T"):
         load_package(package, expand="e4m3")
 

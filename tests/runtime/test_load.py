@@ -269,7 +269,7 @@ def read(monkeypatch):
     ranges, original = [], staging._read
 
     def counted(part, memory):
-        ranges.append((part.path.name, range(part.start, part.start + memory.nbytes)))
+        ranges.extend((part.path.name, range(start, start + size)) for start, size in part.pieces)
         return original(part, memory)
 
     monkeypatch.setattr(staging, "_read", counted)

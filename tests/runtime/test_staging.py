@@ -1,10 +1,12 @@
+import errno
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
 
-from qsrt_runtime import staging
+from qsrt_runtime import aio, staging
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.staging import Staging
 
@@ -12,12 +14,26 @@ CPU = torch.device("cpu")
 DEVICES = [CPU, pytest.param(torch.device("cuda", 0), marks=pytest.mark.gpu)]
 
 
+@pytest.fixture(params=["ahead", "by turns"], autouse=True)
+def sizes(request, monkeypatch):
+    """Each way in turn, with small parts; sets other sizes of a module's."""
+
+    def sizes(**values):
+        for name, value in values.items():
+            monkeypatch.setattr(staging, name, value)
+
+    if request.param == "ahead" and not aio.is_available():
+        pytest.skip("needs glibc of 64 bits")
+    ahead = request.param == "ahead"
+    sizes(reads_ahead=lambda _: ahead, PART=4096, AHEAD_PART=4096, WORTH_A_REQUEST=1, THREADS=3)
+    return sizes
+
+
 @pytest.mark.parametrize("device", DEVICES, ids=str)
 @pytest.mark.parametrize("threads", [1, 3, 16])
 @pytest.mark.parametrize("size", [0, 1, 4096, 4097, 37 * 4096 + 17])
-def test_bytes_arrive(tmp_path, monkeypatch, device, threads, size):
-    monkeypatch.setattr(staging, "PART", 4096)
-    monkeypatch.setattr(staging, "THREADS", threads)
+def test_bytes_arrive(tmp_path, sizes, device, threads, size):
+    sizes(THREADS=threads, COPIES=threads)
     data = os.urandom(size + 300)
     (tmp_path / "file").write_bytes(data)
     with Staging(device) as reading:
@@ -28,12 +44,69 @@ def test_bytes_arrive(tmp_path, monkeypatch, device, threads, size):
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
-def test_file_that_ends_too_early(tmp_path, device):
-    (tmp_path / "file").write_bytes(bytes(1000))
-    ends = pytest.raises(FormatError, match=r"file ends at byte 1000; it was cut short")
+@pytest.mark.parametrize("part", [1000, 4096, 1 << 20])
+@pytest.mark.parametrize(
+    ("rows", "size", "stride"),
+    [(1, 9973, 9973), (7, 9973, 9973), (7, 9973, 10007), (301, 17, 33), (5, 0, 8), (0, 8, 8)],
+)
+def test_rows_arrive(tmp_path, sizes, device, part, rows, size, stride):
+    sizes(PART=part, AHEAD_PART=part)
+    data = os.urandom(rows * stride + 50)
+    (tmp_path / "file").write_bytes(data)
+    with Staging(device) as reading:
+        found = reading.read_rows(tmp_path / "file", 41, rows, size, stride)
+    assert (found.device, found.dtype, found.shape) == (device, torch.uint8, (rows, size))
+    begins = range(41, 41 + rows * stride, stride)
+    assert [bytes(row) for row in found.tolist()] == [data[at : at + size] for at in begins]
+
+
+@pytest.mark.parametrize("worth", [1 << 10, (1 << 10) + 1])
+def test_what_is_worth_requests(tmp_path, monkeypatch, sizes, worth):
+    """Small pieces are read by the thread itself."""
+    sizes(WORTH_A_REQUEST=worth)
+    asked, original = [], aio.Reading
+    monkeypatch.setattr(aio, "Reading", lambda *args: asked.append(args) or original(*args))
+    data = os.urandom(8192)
+    (tmp_path / "file").write_bytes(data)
+    with Staging(CPU) as reading:
+        found = reading.read_rows(tmp_path / "file", 0, 4, 1 << 10, 2 << 10)
+    assert len(asked) == (staging.reads_ahead(CPU) and worth == 1 << 10)
+    assert [bytes(row) for row in found.tolist()] == [
+        data[i : i + 1024] for i in range(0, 8192, 2048)
+    ]
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+@pytest.mark.parametrize("rest", [0, 1, 990])
+def test_file_that_ends_too_early(tmp_path, device, rest):
+    (tmp_path / "file").write_bytes(bytes(9000 + rest))
+    ends = pytest.raises(FormatError, match=rf"file ends at byte {9000 + rest}; it was cut short")
     with ends, Staging(device) as reading:
-        reading.read(tmp_path / "file", 0, 1000)
-        reading.read(tmp_path / "file", 10, 991)
+        reading.read(tmp_path / "file", 0, 9000)
+        reading.read(tmp_path / "file", 10, 9991)
+
+
+def test_file_that_is_cut_after_it_was_opened(tmp_path):
+    (tmp_path / "file").write_bytes(bytes(9000))
+    with pytest.raises(FormatError, match="file ends at byte 5000;"), Staging(CPU) as reading:
+        reading.read(tmp_path / "file", 6000, 3000)
+        os.truncate(tmp_path / "file", 5000)
+
+
+def test_reads_that_bring_less_than_asked():
+    """A file of the kernel's gives a page or so at a time."""
+    data = Path("/proc/kallsyms").read_bytes()[:50_000]
+    with Staging(CPU) as reading:
+        found = reading.read("/proc/kallsyms", 100, 49_900)
+    assert bytes(found.tolist()) == data[100:]
+
+
+@pytest.mark.parametrize("number", [errno.EISDIR, errno.EIO], ids=errno.errorcode.get)
+def test_errors_name_the_file(tmp_path, number):
+    path = tmp_path if number == errno.EISDIR else Path("/proc/self/mem")  # nothing is at 0
+    with pytest.raises(OSError, match=str(path)) as caught, Staging(CPU) as reading:
+        reading.read(path, 0, 9000)
+    assert (caught.value.errno, caught.value.filename) == (number, str(path))
 
 
 def test_files_are_closed(tmp_path):
@@ -50,24 +123,32 @@ def test_files_are_closed(tmp_path):
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_an_interrupt_waits_for_the_readers(tmp_path, monkeypatch):
+@pytest.mark.parametrize("when", ["start", "block", "join"])
+def test_an_interrupt_waits_for_the_readers(tmp_path, monkeypatch, when):
     """No thread reads from a descriptor that is closed, and perhaps opened anew."""
     (tmp_path / "file").write_bytes(bytes(100 * 4096))
-    monkeypatch.setattr(staging, "PART", 4096)
-    monkeypatch.setattr(staging, "THREADS", 3)
     started, errors, original = [], [], staging._read
+    last = 0 if staging.reads_ahead(CPU) else 2
 
     class Interrupted(staging.Thread):
+        was_joined = False
+
         def start(self):
-            if len(started) == 2:
+            if when == "start" and len(started) == last:
                 raise KeyboardInterrupt
             started.append(self)
             super().start()
 
-    def slow(part, memory):
+        def join(self, timeout=None):
+            if when == "join" and not self.was_joined and self is started[last]:
+                self.was_joined = True
+                raise KeyboardInterrupt
+            super().join(timeout)
+
+    def slow(*args):
         time.sleep(0.01)
         try:
-            original(part, memory)
+            original(*args)
         except BaseException as error:
             errors.append(error)
 
@@ -75,6 +156,8 @@ def test_an_interrupt_waits_for_the_readers(tmp_path, monkeypatch):
     monkeypatch.setattr(staging, "_read", slow)
     with pytest.raises(KeyboardInterrupt), Staging(CPU) as reading:
         reading.read(tmp_path / "file", 0, 100 * 4096)
-    assert len(started) == 2
+        if when == "block":
+            raise KeyboardInterrupt
+    assert len(started) == last + (when != "start")
     assert not any(thread.is_alive() for thread in started)
     assert errors == []
