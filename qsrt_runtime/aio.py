@@ -76,45 +76,42 @@ def is_available() -> bool:
 
 
 class Reading:
-    """Pieces (start, size) of a file on their way into memory, one behind the other from `address`.
+    """Pieces (start, size) of a file, on their way into memory from `start` to `wait`."""
 
-    The memory must stay until `finish` has returned, which must be called once. For threads other
-    than the main one: what waits there is not interrupted while the memory is written to.
-    """
+    def __init__(self, pieces: Sequence[tuple[int, int]]) -> None:
+        self._requests = (_Request * len(pieces))()
+        for request, (start, size) in zip(self._requests, pieces, strict=True):
+            request.offset, request.size, request.event_kind = start, size, NO_SIGNAL
+        self._lane: int | None = None
 
-    def __init__(self, descriptor: int, pieces: Sequence[tuple[int, int]], address: int) -> None:
+    def start(self, descriptor: int, address: int) -> None:
+        """Let the pieces go one behind the other from an address on.
+
+        The memory, and this, must stay until `wait` has returned, even if an interrupt ends this.
+        """
         global _first_user
         _first_user = os.getpid()
-        self._requests = (_Request * len(pieces))()
-        self._lane: int | None = None
-        self._asked = 0
         with suppress(OSError):  # too many open files
             self._lane = os.dup(descriptor)
-            self._ask(self._lane, pieces, address)
-
-    def _ask(self, lane: int, pieces: Sequence[tuple[int, int]], address: int) -> None:
-        for request, (start, size) in zip(self._requests, pieces, strict=True):
-            request.descriptor, request.event_kind = lane, NO_SIGNAL
-            request.offset, request.size, request.buffer = start, size, address
+        for request in self._requests if self._lane is not None else ():
+            request.descriptor, request.buffer = self._lane, address
             if _GLIBC.aio_read(ctypes.addressof(request)):  # no memory for it, or no thread
                 break
-            self._asked += 1
-            address += size
+            address += request.size
 
-    def finish(self) -> list[int]:
+    def wait(self) -> list[int]:
         """Wait, and return how many bytes of each piece are there, from its start on.
 
         Fewer than its size where the file ends, and where a read failed or could not be asked for;
-        reading on tells which.
+        reading on tells which. May be called again, as after an interrupt.
         """
-        counts = [0] * len(self._requests)
-        for i in range(self._asked):
-            place = ctypes.addressof(self._requests[i])
+        places = [ctypes.addressof(request) for request in self._requests]
+        for place in places:
             _wait(place)
-            counts[i] = max(0, _GLIBC.aio_return(place))
-        if self._lane is not None:
-            os.close(self._lane)
-        return counts
+        lane, self._lane = self._lane, None
+        if lane is not None:
+            os.close(lane)
+        return [max(0, _GLIBC.aio_return(place)) for place in places]
 
 
 def _wait(place: int) -> None:

@@ -1,20 +1,19 @@
 """Bytes of files to a device, through pinned memory, while more of them are read.
 
 A GPU takes a copy from pinned memory several times faster than one thread copies out of the page
-cache. The interpreter's lock is slow to get back among many threads, so where glibc reads by
-threads of its own, one of Python's starts those reads and the copies. tests/bench/bench_load.py
-compares the ways.
+cache. The interpreter's lock is slow to get back among several threads, so where glibc reads by
+threads of its own, the caller's alone starts those reads and the copies, and reads go on while it
+does something else. tests/bench/bench_load.py compares the ways.
 """
 
 import ctypes
 import os
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
-from queue import SimpleQueue
 from threading import Thread
 from types import TracebackType
 
@@ -33,7 +32,7 @@ WORTH_A_REQUEST = 32 << 10  # bytes of a piece, on average: as quick as one by o
 
 
 def reads_ahead(device: torch.device) -> bool:
-    """Whether one thread reads ahead to this device, instead of THREADS by turns."""
+    """Whether glibc reads ahead to this device, instead of THREADS of Python in the end."""
     return device.type == "cuda" and CORES >= ENOUGH_CORES and aio.is_available()
 
 
@@ -45,22 +44,12 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._reads_ahead = reads_ahead(device)
-        self._parts: SimpleQueue[_Part | None] = SimpleQueue()
-        self._threads: list[Thread] = []
+        self._ring = _Ring(device) if reads_ahead(device) else None
+        self._parts: deque[_Part] = deque()
         self._descriptors: list[int] = []
         self._errors: list[BaseException] = []
-        self._stopped = False
 
     def __enter__(self) -> "Staging":
-        try:
-            for _ in range(1 if self._reads_ahead else THREADS):
-                thread = Thread(target=self._serve)
-                thread.start()
-                self._threads.append(thread)
-        except BaseException:
-            self._end(stop=True)
-            raise
         return self
 
     def read(self, path: Path, start: int, size: int) -> torch.Tensor:
@@ -76,18 +65,19 @@ class Staging:
         As `read`, of nothing in between.
         """
         out = torch.empty(rows, size, dtype=torch.uint8, device=self.device)
-        ready = None
-        if self.device.type == "cuda":  # what had the memory before may still be running
-            ready = torch.cuda.current_stream(self.device).record_event()
         descriptor = os.open(path, os.O_RDONLY)
         self._descriptors.append(descriptor)
         if size == stride:  # they lie side by side
             rows, size = 1, rows * size
-        flat, most = out.view(-1), AHEAD_PART if self._reads_ahead else PART
+        if self._ring is not None:
+            self._ring.follow()
+        flat, most = out.view(-1), PART if self._ring is None else AHEAD_PART
         for first in range(0, len(flat), most):
             target = flat[first : first + most]
             pieces = tuple(_pieces(start, size, stride, range(first, first + len(target))))
-            self._parts.put(_Part(path, descriptor, pieces, target, ready))
+            part = _Part(path, descriptor, pieces, target)
+            take = self._parts.append if self._ring is None else self._ring.put
+            take(part)
         return out
 
     def __exit__(
@@ -96,90 +86,142 @@ class Staging:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._end(stop=kind is not None)
-        if kind is None and self._errors:
-            raise self._errors[0]
-
-    def _end(self, stop: bool) -> None:
-        """Wait for the threads, which read what is left unless they are to stop."""
-        self._stopped |= stop
         try:
-            for _ in self._threads:
-                self._parts.put(None)
-            for thread in self._threads:
+            if kind is None:
+                self._fill() if self._ring is None else self._ring.finish()
+        finally:
+            try:
+                if self._ring is not None:
+                    self._ring.give_up()
+            finally:
+                for descriptor in self._descriptors:
+                    os.close(descriptor)
+
+    def _fill(self) -> None:
+        """Read all parts."""
+        if self.device.type == "cuda":  # what had the memory before may still be running
+            torch.cuda.current_stream(self.device).synchronize()
+        started: list[Thread] = []
+        try:
+            for _ in range(min(THREADS, len(self._parts))):
+                thread = Thread(target=self._serve)
+                thread.start()
+                started.append(thread)
+            for thread in started:
                 thread.join()
         finally:
-            self._stopped = True  # so that an interrupt ends the threads, before files are closed
-            for _ in self._threads:
-                self._parts.put(None)
-            for thread in self._threads:
+            self._parts.clear()  # so that an interrupt ends the threads, before files are closed
+            for thread in started:
                 thread.join()
-            for descriptor in self._descriptors:
-                os.close(descriptor)
+        if self._errors:
+            raise self._errors[0]
 
     def _serve(self) -> None:
         """Read parts until none is left."""
         try:
-            if self._reads_ahead:
-                self._stage_ahead()
-            elif self.device.type == "cpu":
-                while part := self._take():
+            if self.device.type == "cpu":
+                for part in self._take():
                     _read(part, part.target)
             else:
                 self._stage()
         except BaseException as error:  # for the caller's thread
             self._errors.append(error)
-            self._stopped = True
+            self._parts.clear()
 
-    def _take(self) -> "_Part | None":
-        """The next part, once there is one; None after the last one."""
-        part = self._parts.get()
-        return None if self._stopped else part
+    def _take(self) -> Iterator["_Part"]:
+        """Parts that no other thread has taken."""
+        with suppress(IndexError):
+            while True:
+                yield self._parts.popleft()
 
     def _stage(self) -> None:
         """As _serve, by way of a pinned buffer."""
         memory = torch.empty(PART, dtype=torch.uint8, device="cpu", pin_memory=True)
-        with self._own_stream():
-            while part := self._take():
+        with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.Stream(self.device)):
+            for part in self._take():
                 buffer = memory[: len(part.target)]
                 _read(part, buffer)
-                _copy(part, buffer)
-                torch.cuda.current_stream().synchronize()
+                part.target.copy_(buffer)
 
-    def _stage_ahead(self) -> None:
-        """As _serve, by way of a ring of buffers, most of which are read to at any time."""
-        is_cuda = self.device.type == "cuda"
-        ring = (aio.THREADS + COPIES, AHEAD_PART)
-        memory = torch.empty(ring, dtype=torch.uint8, device="cpu", pin_memory=is_cuda)
-        buffers = cycle((m, torch.cuda.Event() if is_cuda else None) for m in memory)
-        under_way: deque[_Ahead] = deque()
-        has_more = True
-        with self._own_stream():
-            try:
-                while has_more or under_way:
-                    is_free = len(under_way) < aio.THREADS and not self._parts.empty()
-                    if has_more and (is_free or not under_way):
-                        part = self._take()
-                        has_more = part is not None
-                        if part is not None:
-                            under_way.append(_Ahead(part, *next(buffers)))
-                    else:
-                        under_way.popleft().finish()
-            finally:
-                for ahead in under_way:
-                    ahead.give_up()
 
-    @contextmanager
-    def _own_stream(self) -> Iterator[None]:
-        """A stream of the thread's own, and nothing left on it at the end; nothing on the CPU."""
-        if self.device.type == "cpu":
-            yield
-            return
-        with torch.cuda.device(self.device), torch.cuda.stream(torch.cuda.Stream(self.device)):
+class _Ring:
+    """Buffers, most of which are read to at any time, while others are copied to the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        is_cuda, count = device.type == "cuda", aio.THREADS + COPIES
+        memory = torch.empty(count, AHEAD_PART, dtype=torch.uint8, device="cpu", pin_memory=is_cuda)
+        self._stream = torch.cuda.Stream(device) if is_cuda else None
+        self._buffers = cycle([(row, torch.cuda.Event() if is_cuda else None) for row in memory])
+        self._under_way: deque[_Ahead] = deque()
+
+    def follow(self) -> None:
+        """Let copies wait for the caller's stream: what had their targets' memory may still run."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
+    def put(self, part: "_Part") -> None:
+        """Start reading a part, once there is room for it."""
+        if len(self._under_way) == aio.THREADS:
+            self._finish_first()
+        buffer, copied = next(self._buffers)
+        if copied is not None:
+            copied.synchronize()
+        ahead = _Ahead(part, buffer[: len(part.target)], copied)
+        self._under_way.append(ahead)  # before anything writes to the buffer, see give_up
+        ahead.start()
+
+    def finish(self) -> None:
+        """Wait until all parts are where they go."""
+        while self._under_way:
+            self._finish_first()
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _finish_first(self) -> None:
+        self._under_way[0].arrive()
+        with torch.cuda.stream(self._stream):
+            self._under_way.popleft().copy()
+
+    def give_up(self) -> None:
+        """Wait until nothing writes to the buffers, nor to targets, even if interrupted again."""
+        interrupt = None
+        while self._under_way:
             try:
-                yield
-            finally:
-                torch.cuda.current_stream().synchronize()
+                self._under_way[0].wait()
+                self._under_way.popleft()
+            except KeyboardInterrupt as error:
+                interrupt = error
+        if self._stream is not None:
+            self._stream.synchronize()
+        if interrupt is not None:
+            raise interrupt
+
+
+class _Ahead:
+    """A part on its way into a buffer, and from there to its target."""
+
+    def __init__(self, part: "_Part", buffer: torch.Tensor, copied: torch.cuda.Event | None):
+        """copied: tells when the buffer may be written to again."""
+        self._part, self._buffer, self._copied = part, buffer, copied
+        is_worth_it = buffer.nbytes >= WORTH_A_REQUEST * len(part.pieces)
+        self._reading = aio.Reading(part.pieces) if is_worth_it else None
+
+    def start(self) -> None:
+        if self._reading is not None:
+            self._reading.start(self._part.descriptor, self._buffer.data_ptr())
+
+    def wait(self) -> list[int]:
+        """Until nothing is read any more: how many bytes of each piece are there."""
+        return self._reading.wait() if self._reading else [0] * len(self._part.pieces)
+
+    def arrive(self) -> None:
+        """Wait, and read what is not there yet."""
+        _read(self._part, self._buffer, self.wait())
+
+    def copy(self) -> None:
+        self._part.target.copy_(self._buffer, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
 
 
 @dataclass(frozen=True)
@@ -187,39 +229,12 @@ class _Part:
     """Where bytes come from and where they go.
 
     pieces: (start, size) of each in the file; they lie side by side in the target.
-    ready: when the target may be written to, on a CUDA device.
     """
 
     path: Path
     descriptor: int
     pieces: tuple[tuple[int, int], ...]
     target: torch.Tensor
-    ready: torch.cuda.Event | None
-
-
-class _Ahead:
-    """A part on its way into a buffer, and from there to its target."""
-
-    def __init__(self, part: _Part, buffer: torch.Tensor, copied: torch.cuda.Event | None) -> None:
-        """copied: when the buffer's last part is where it goes, and then when this one is."""
-        self._part, self._buffer, self._copied = part, buffer[: len(part.target)], copied
-        if copied is not None:
-            copied.synchronize()
-        self._reading = None
-        if len(part.target) >= WORTH_A_REQUEST * len(part.pieces):
-            self._reading = aio.Reading(part.descriptor, part.pieces, buffer.data_ptr())
-
-    def finish(self) -> None:
-        """Wait for the reading, and start the copy."""
-        _read(self._part, self._buffer, self._reading.finish() if self._reading else None)
-        _copy(self._part, self._buffer)
-        if self._copied is not None:
-            self._copied.record()
-
-    def give_up(self) -> None:
-        """Wait until nothing writes to the buffer."""
-        if self._reading:
-            self._reading.finish()
 
 
 def _pieces(start: int, size: int, stride: int, taken: range) -> Iterator[tuple[int, int]]:
@@ -259,10 +274,3 @@ def _read_on(part: _Part, start: int, address: int, size: int) -> None:
             end = os.fstat(part.descriptor).st_size
             raise FormatError(f"{part.path} ends at byte {end}; it was cut short while read")
         view, start = view[count:], start + count
-
-
-def _copy(part: _Part, memory: torch.Tensor) -> None:
-    """Start copying a part from memory, on the current stream, once its target is ready."""
-    if part.ready is not None:
-        torch.cuda.current_stream().wait_event(part.ready)
-    part.target.copy_(memory, non_blocking=True)

@@ -1,10 +1,7 @@
-"""Reads, as they are used: by threads of which none is the main one."""
-
 import os
 import platform
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -21,18 +18,12 @@ def read(path, *readings, flags=os.O_RDONLY):
     memories = [torch.full((size,), 255, dtype=torch.uint8) for size in sizes]
     descriptor = os.open(path, flags)
 
-    def work():
-        started = [
-            aio.Reading(descriptor, pieces, memory.data_ptr())
-            for pieces, memory in zip(readings, memories, strict=True)
-        ]
-        return [reading.finish() for reading in started]
-
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            counts = pool.submit(work).result()
-    finally:
-        os.close(descriptor)
+    started = [aio.Reading(pieces) for pieces in readings]
+    for reading, memory in zip(started, memories, strict=True):
+        reading.start(descriptor, memory.data_ptr())
+    counts = [reading.wait() for reading in started]
+    assert [reading.wait() for reading in started] == counts
+    os.close(descriptor)
     return list(zip(counts, (bytes(memory.tolist()) for memory in memories), strict=True))
 
 
@@ -104,20 +95,17 @@ def run(code, *arguments):
 
 
 FEW_DESCRIPTORS = """
-import os, resource, sys, threading, torch
+import os, resource, sys, torch
 from qsrt_runtime import aio
 path, more = sys.argv[1], int(sys.argv[2])
 descriptor = os.open(path, os.O_RDONLY)
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (descriptor + 1 + more, hard))
 memory = torch.zeros(3, 1000, dtype=torch.uint8)
-results = []
-def work():
-    started = [aio.Reading(descriptor, [(0, 500), (500, 500)], row.data_ptr()) for row in memory]
-    results.extend(reading.finish() for reading in started)
-thread = threading.Thread(target=work)
-thread.start()
-thread.join()
+started = [aio.Reading([(0, 500), (500, 500)]) for row in memory]
+for reading, row in zip(started, memory):
+    reading.start(descriptor, row.data_ptr())
+results = [reading.wait() for reading in started]
 os.dup(descriptor) if more else None
 right = [row.numpy().tobytes() == os.pread(descriptor, 1000, 0) for row in memory]
 print(results, sum(right))
@@ -134,23 +122,20 @@ def test_as_many_descriptors_as_may_be_open(file, more):
 
 
 NO_THREADS = """
-import ctypes, os, resource, sys, threading
+import ctypes, os, resource, sys
 from qsrt_runtime import aio
 descriptor = os.open(sys.argv[1], os.O_RDONLY)
 memory = ctypes.create_string_buffer(8)
 limit, results = resource.getrlimit(resource.RLIMIT_AS), []
 def read():
-    reading = aio.Reading(descriptor, [(0, 4), (4, 4)], ctypes.addressof(memory))
-    results.append(reading.finish())
-def work():
-    pages = int(open("/proc/self/statm").read().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(), limit[1]))
-    read()
-    resource.setrlimit(resource.RLIMIT_AS, limit)
-    read()
-thread = threading.Thread(target=work)
-thread.start()
-thread.join()
+    reading = aio.Reading([(0, 4), (4, 4)])
+    reading.start(descriptor, ctypes.addressof(memory))
+    results.append(reading.wait())
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize(), limit[1]))
+read()
+resource.setrlimit(resource.RLIMIT_AS, limit)
+read()
 print(results)
 """
 
@@ -162,18 +147,14 @@ def test_no_memory_for_threads(file):
 
 
 CHILD = """
-import os, signal, sys, threading, torch
+import os, signal, sys, torch
 from qsrt_runtime import aio
 descriptor = os.open(sys.argv[1], os.O_RDONLY)
 memory = torch.zeros(8, dtype=torch.uint8)
 def read():
-    results = []
-    def work():
-        results.append(aio.Reading(descriptor, [(0, 4), (4, 4)], memory.data_ptr()).finish())
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    return results[0]
+    reading = aio.Reading([(0, 4), (4, 4)])
+    reading.start(descriptor, memory.data_ptr())
+    return reading.wait()
 def in_a_child():
     child = os.fork()
     if not child:
@@ -210,10 +191,10 @@ def work():
     memory = torch.zeros(size, dtype=torch.uint8)
     for _ in range(20):
         memory.zero_()
-        started = [
-            aio.Reading(descriptor, [place], memory.data_ptr() + place[0]) for place in pieces
-        ]
-        counts = [reading.finish() for reading in started]
+        started = [aio.Reading([place]) for place in pieces]
+        for reading, place in zip(started, pieces):
+            reading.start(descriptor, memory.data_ptr() + place[0])
+        counts = [reading.wait() for reading in started]
         right.append(counts == [[piece]] * len(pieces) and memory.numpy().tobytes() == data)
 threads = [threading.Thread(target=work) for _ in range(2)]
 for thread in threads:

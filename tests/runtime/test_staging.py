@@ -14,7 +14,10 @@ CPU = torch.device("cpu")
 DEVICES = [CPU, pytest.param(torch.device("cuda", 0), marks=pytest.mark.gpu)]
 
 
-@pytest.fixture(params=["ahead", "by turns"], autouse=True)
+needs_aio = pytest.mark.skipif(not aio.is_available(), reason="needs glibc of 64 bits")
+
+
+@pytest.fixture(params=[pytest.param("ahead", marks=needs_aio), "by turns"], autouse=True)
 def sizes(request, monkeypatch):
     """Each way in turn, with small parts; sets other sizes of a module's."""
 
@@ -22,8 +25,6 @@ def sizes(request, monkeypatch):
         for name, value in values.items():
             monkeypatch.setattr(staging, name, value)
 
-    if request.param == "ahead" and not aio.is_available():
-        pytest.skip("needs glibc of 64 bits")
     ahead = request.param == "ahead"
     sizes(reads_ahead=lambda _: ahead, PART=4096, AHEAD_PART=4096, WORTH_A_REQUEST=1, THREADS=3)
     return sizes
@@ -123,32 +124,23 @@ def test_files_are_closed(tmp_path):
     assert os.listdir("/proc/self/fd") == before
 
 
-@pytest.mark.parametrize("when", ["start", "block", "join"])
-def test_an_interrupt_waits_for_the_readers(tmp_path, monkeypatch, when):
+def test_an_interrupt_waits_for_the_threads(tmp_path, monkeypatch, sizes):
     """No thread reads from a descriptor that is closed, and perhaps opened anew."""
+    sizes(reads_ahead=lambda _: False)
     (tmp_path / "file").write_bytes(bytes(100 * 4096))
     started, errors, original = [], [], staging._read
-    last = 0 if staging.reads_ahead(CPU) else 2
 
     class Interrupted(staging.Thread):
-        was_joined = False
-
         def start(self):
-            if when == "start" and len(started) == last:
+            if len(started) == 2:
                 raise KeyboardInterrupt
             started.append(self)
             super().start()
 
-        def join(self, timeout=None):
-            if when == "join" and not self.was_joined and self is started[last]:
-                self.was_joined = True
-                raise KeyboardInterrupt
-            super().join(timeout)
-
-    def slow(*args):
+    def slow(part, memory):
         time.sleep(0.01)
         try:
-            original(*args)
+            original(part, memory)
         except BaseException as error:
             errors.append(error)
 
@@ -156,8 +148,39 @@ def test_an_interrupt_waits_for_the_readers(tmp_path, monkeypatch, when):
     monkeypatch.setattr(staging, "_read", slow)
     with pytest.raises(KeyboardInterrupt), Staging(CPU) as reading:
         reading.read(tmp_path / "file", 0, 100 * 4096)
-        if when == "block":
-            raise KeyboardInterrupt
-    assert len(started) == last + (when != "start")
+    assert len(started) == 2
     assert not any(thread.is_alive() for thread in started)
     assert errors == []
+
+
+@needs_aio
+@pytest.mark.parametrize("step", ["start", "wait", "block", "again"])
+def test_an_interrupt_waits_for_what_is_read_ahead(tmp_path, monkeypatch, sizes, step):
+    """Nothing writes to memory that somebody else may have by then."""
+    sizes(reads_ahead=lambda _: True)
+    (tmp_path / "file").write_bytes(bytes(100 * 4096))
+    asked, done = [], []
+
+    class Interrupted(aio.Reading):
+        def start(self, *args):
+            asked.append(self)
+            super().start(*args)
+            if step == "start" and len(asked) == 7:
+                raise KeyboardInterrupt
+
+        def wait(self):
+            found = super().wait()
+            if len(done) in {"wait": (0,), "again": (0, 3)}.get(step, ()):
+                done.append(None)
+                raise KeyboardInterrupt
+            done.append(self)
+            return found
+
+    monkeypatch.setattr(aio, "Reading", Interrupted)
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(KeyboardInterrupt), Staging(CPU) as reading:
+        reading.read(tmp_path / "file", 0, 100 * 4096)
+        if step == "block":
+            raise KeyboardInterrupt
+    assert set(asked) == {reading for reading in done if reading is not None}
+    assert os.listdir("/proc/self/fd") == before
