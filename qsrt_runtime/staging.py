@@ -9,7 +9,7 @@ does something else. tests/bench/bench_load.py compares the ways.
 import ctypes
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import cycle
@@ -69,15 +69,15 @@ class Staging:
         self._descriptors.append(descriptor)
         if size == stride:  # they lie side by side
             rows, size = 1, rows * size
-        if self._ring is not None:
-            self._ring.follow()
         flat, most = out.view(-1), PART if self._ring is None else AHEAD_PART
-        for first in range(0, len(flat), most):
-            target = flat[first : first + most]
-            pieces = tuple(_pieces(start, size, stride, range(first, first + len(target))))
-            part = _Part(path, descriptor, pieces, target)
-            take = self._parts.append if self._ring is None else self._ring.put
-            take(part)
+        parts = [
+            _Part(path, descriptor, _pieces(start, size, stride, at, target.nbytes), target)
+            for at, target in zip(range(0, len(flat), most), flat.split(most), strict=False)
+        ]
+        if self._ring is None:
+            self._parts += parts
+        else:
+            self._ring.put(parts)
         return out
 
     def __exit__(
@@ -154,33 +154,35 @@ class _Ring:
         self._buffers = cycle([(row, torch.cuda.Event() if is_cuda else None) for row in memory])
         self._under_way: deque[_Ahead] = deque()
 
-    def follow(self) -> None:
-        """Let copies wait for the caller's stream: what had their targets' memory may still run."""
-        if self._stream is not None:
+    def put(self, parts: Iterable["_Part"]) -> None:
+        """Start reading parts, each once there is room for it."""
+        if self._stream is not None:  # what had the memory of targets before may still run
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            for part in parts:
+                if len(self._under_way) == aio.THREADS:
+                    self._finish_first()
+                self._start(part)
 
-    def put(self, part: "_Part") -> None:
-        """Start reading a part, once there is room for it."""
-        if len(self._under_way) == aio.THREADS:
-            self._finish_first()
+    def _start(self, part: "_Part") -> None:
         buffer, copied = next(self._buffers)
         if copied is not None:
             copied.synchronize()
-        ahead = _Ahead(part, buffer[: len(part.target)], copied)
+        ahead = _Ahead(part, buffer[: part.target.nbytes], copied)
         self._under_way.append(ahead)  # before anything writes to the buffer, see give_up
         ahead.start()
 
-    def finish(self) -> None:
-        """Wait until all parts are where they go."""
-        while self._under_way:
-            self._finish_first()
-        if self._stream is not None:
-            self._stream.synchronize()
-
     def _finish_first(self) -> None:
         self._under_way[0].arrive()
+        self._under_way.popleft().copy(self._stream)
+
+    def finish(self) -> None:
+        """Wait until all parts are where they go."""
         with torch.cuda.stream(self._stream):
-            self._under_way.popleft().copy()
+            while self._under_way:
+                self._finish_first()
+        if self._stream is not None:
+            self._stream.synchronize()
 
     def give_up(self) -> None:
         """Wait until nothing writes to the buffers, nor to targets, even if interrupted again."""
@@ -218,10 +220,11 @@ class _Ahead:
         """Wait, and read what is not there yet."""
         _read(self._part, self._buffer, self.wait())
 
-    def copy(self) -> None:
+    def copy(self, stream: torch.cuda.Stream | None) -> None:
+        """Start copying. stream: the current one, which to look up takes longer than to copy."""
         self._part.target.copy_(self._buffer, non_blocking=True)
         if self._copied is not None:
-            self._copied.record()
+            self._copied.record(stream)
 
 
 @dataclass(frozen=True)
@@ -237,17 +240,20 @@ class _Part:
     target: torch.Tensor
 
 
-def _pieces(start: int, size: int, stride: int, taken: range) -> Iterator[tuple[int, int]]:
-    """(start, size) in the file of what makes bytes `taken` of rows that lie side by side.
+def _pieces(
+    start: int, size: int, stride: int, first: int, count: int
+) -> tuple[tuple[int, int], ...]:
+    """(start, size) in the file of bytes [first, first + count) of rows that lie side by side.
 
     size, stride: the rows', of which the first begins at `start`.
     """
-    at = taken.start
-    while at < taken.stop:
-        row, column = divmod(at, size)
-        count = min(size - column, taken.stop - at)
-        yield start + row * stride + column, count
-        at += count
+    pieces, last = [], first + count
+    while first < last:
+        row, column = divmod(first, size)
+        taken = min(size - column, last - first)
+        pieces.append((start + row * stride + column, taken))
+        first += taken
+    return tuple(pieces)
 
 
 def _read(part: _Part, memory: torch.Tensor, there: list[int] | None = None) -> None:
