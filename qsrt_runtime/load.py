@@ -3,8 +3,7 @@
 import logging
 import operator
 import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -176,16 +175,12 @@ def check_unchanged(package: Package, before: str) -> None:
 
 def _check_files(package: Package, verify: str) -> None:
     check_base(package)
-    with ThreadPoolExecutor() as pool:
-        try:
-            if verify == "structure":
-                _all(pool, lambda n: read_checked_layer(package, n, range(0)), package.layers)
-            else:
-                verify_files(package, sorted(package.digests))
-                _all(pool, lambda n: read_checked_layer(package, n), package.layers)
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    if verify != "structure":
+        verify_files(package, sorted(package.digests))
+    slots = range(0) if verify == "structure" else None
+    with torch.device("cpu"):  # the caller may have another default
+        for layer in package.layers:  # in threads it takes longer: most of it is Python
+            read_checked_layer(package, layer, slots)
 
 
 def load_layer(
@@ -228,7 +223,7 @@ def load_layer(
         format_codes=codes,
         shared_scales=scales.view(torch.float16).view(3, rows, whole.hidden),
         atoms=atoms,
-        activations=_activations(package, layer, experts).to(staging.device),
+        activations=_activations(package, layer, experts).to(staging.device, non_blocking=True),
         hidden_padding=whole.hidden - package.true_sizes.hidden,
     )
 
@@ -248,12 +243,6 @@ def expert_map(geometry: Geometry, experts: range, device: torch.device) -> torc
     places = torch.full((geometry.experts,), -1, dtype=torch.int32, device=device)
     places[experts.start : experts.stop] = torch.arange(len(experts), device=device)
     return places
-
-
-def _all(pool: ThreadPoolExecutor, work: Callable[[Any], object], items: Iterable[Any]) -> None:
-    """Do work for each item; the error of the first one that has one."""
-    for _ in pool.map(work, items):
-        pass
 
 
 def owned_slots(geometry: Geometry, rank: int, world_size: int) -> range:

@@ -27,7 +27,7 @@ THREADS = min(12, CORES)
 PART = 8 << 20  # bytes that a thread reads at once, into memory of its own
 ENOUGH_CORES = 8  # to read ahead: with 2, glibc's threads are slower than Python's
 AHEAD_PART = 4 << 20
-COPIES = 4  # parts that are copied while aio.THREADS are read
+COPIES = 12  # parts that are copied while aio.THREADS are read
 WORTH_A_REQUEST = 32 << 10  # bytes of a piece, on average: as quick as one by one, on 2 cores
 
 

@@ -111,7 +111,7 @@ def open_package(path: Path) -> Package:
 
 def verify_file(package: Package, name: str) -> None:
     """Refuse a listed file whose bytes do not have the listed digest."""
-    verify_files(package, [name])
+    _check_digest(package, name, paths.sha256_file(package.path / name))
 
 
 def verify_files(
@@ -122,11 +122,15 @@ def verify_files(
     advance is called with the bytes read since last time, from several threads.
     """
     for name, found in paths.sha256_files(package.path, names, advance).items():
-        if found != package.digests[name]:
-            raise FormatError(
-                f"{package.path / name} is damaged: SHA-256 {found}, {CHECKSUMS} says "
-                f"{package.digests[name]}; copy it again"
-            )
+        _check_digest(package, name, found)
+
+
+def _check_digest(package: Package, name: str, found: str) -> None:
+    if found != package.digests[name]:
+        raise FormatError(
+            f"{package.path / name} is damaged: SHA-256 {found}, {CHECKSUMS} says "
+            f"{package.digests[name]}; copy it again"
+        )
 
 
 def read_package_layer(package: Package, layer: int) -> Layer:

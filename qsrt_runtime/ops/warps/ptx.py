@@ -15,14 +15,15 @@ BY_ARITHMETIC = {
     4: (3, 7, 11, 15),
     5: (0, 3, 6, 9, 12),
 }
-# ln-free inverse of the normal distribution: with u in (-1, 1) and w = log2(1 - u^2) a label is
-# u P(w) rounded to E4M3, for every 12-bit rank (found by linear programming, exact).
+# Inverse of the normal distribution: with u in (-1, 1) and w = log2(_ONE - u^2) a label is u P(w)
+# rounded to E4M3, for every 12-bit rank. Found by linear programming over P for each _ONE; what is
+# rounded stays 1.4e-5 of itself away from where it would be another label.
+_ONE = 0.9997354745864868
 _POLYNOMIAL = (
-    1.8797026872634888,
-    -0.34162741899490356,
-    0.01132929790765047,
-    0.0016589440638199449,
-    3.0834060453344136e-05,
+    1.8791563537857647,
+    -0.3433287238406125,
+    0.009664456022054096,
+    0.0012406422794232117,
 )
 _ARITHMETIC_REGISTERS = (
     ".reg .b32 high,low,both,mixed,more,product,other,lower,upper,rank,first,second; "
@@ -62,17 +63,16 @@ def arithmetic(words: Sequence[str], number: int) -> list[str]:
         "shr.u32 product,mixed,16; mad.lo.u32 product,product,0x3FA7D929,0xC928FD8E;",
         "and.b32 other,mixed,0xFFFF; mad.lo.u32 other,other,0x3FA7D929,0xC928FD8E;",
         "prmt.b32 lower,product,other,0x5410; prmt.b32 upper,product,other,0x7632;",
-        "brev.b32 rank,both; xor.b32 rank,rank,upper;",
-        "lop3.b32 rank,lower,0x1FFF1FFF,rank,0xE2;",
-        # The 12-bit ranks as mantissas of floats in [1, 2), and u = 2 v - 3 + 1 / 4096.
-        "shr.u32 first,rank,9; lop3.b32 first,first,0x007FF800,0x3F800000,0xEA;",
-        "shl.b32 second,rank,7; lop3.b32 second,second,0x007FF800,0x3F800000,0xEA;",
+        "brev.b32 rank,both; lop3.b32 rank,rank,upper,0xE000E000,0x28;",
+        "lop3.b32 rank,lower,0x1FF01FF0,rank,0xEA;",
+        # The 16-bit ranks, low four bits zero, as floats 2^23 + rank; u = rank / 2^15 - 1 + 2^-12.
+        "prmt.b32 first,rank,0x4B000000,0x7632; prmt.b32 second,rank,0x4B000000,0x7610;",
         "mov.b32 fa,first; mov.b32 fb,second;",
     ]
-    offset = _float(-2.999755859375)
+    scale, offset = _float(2.0**-15), _float(-256 - 1 + 2.0**-12)
     for x in "ab":
-        steps.append(f"fma.rn.f32 u{x},f{x},{_float(2.0)},{offset}; neg.f32 f{x},u{x};")
-        steps.append(f"fma.rn.f32 w{x},f{x},u{x},{_float(1.0)}; lg2.approx.ftz.f32 w{x},w{x};")
+        steps.append(f"fma.rn.f32 u{x},f{x},{scale},{offset}; neg.f32 f{x},u{x};")
+        steps.append(f"fma.rn.f32 w{x},f{x},u{x},{_float(_ONE)}; lg2.approx.ftz.f32 w{x},w{x};")
         steps.append(f"mov.f32 y{x},{_float(_POLYNOMIAL[-1])};")
         steps += [f"fma.rn.f32 y{x},y{x},w{x},{_float(c)};" for c in _POLYNOMIAL[-2::-1]]
         steps.append(f"mul.f32 y{x},y{x},u{x};")
