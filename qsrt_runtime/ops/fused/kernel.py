@@ -8,10 +8,12 @@ import triton
 import triton.language as tl
 
 from qsrt_runtime.ops.fused.ends.kernel import (
+    block_rows,
     make_middle,
     make_output,
     make_rows,
     meet,
+    output_places,
     touch_scales,
 )
 from qsrt_runtime.ops.fused.product.kernel import (
@@ -110,6 +112,7 @@ def fused_kernel(
     if not SINGLE:
         num_blocks = tl.load(counts)
     tiles: tl.constexpr = (HIDDEN + COLUMNS - 1) // COLUMNS
+    AT_ONCE: tl.constexpr = 32 // CHOICES if CHOICES > 4 else 8
     total = num_blocks * HELD * (HIDDEN // 64)
     position, end = share(total, PROGRAMS)
     expert, route, words, there, n1, n2, n3 = first_step(
@@ -133,11 +136,16 @@ def fused_kernel(
         num_experts, HIDDEN, BUNDLE, SLOT_STRIDE, tiles, 4 * HELD, True, UNIFORM, SINGLE, HAS_MAP,
     )  # fmt: skip
     touch_scales(slab, expert, position, end, HIDDEN, BUNDLE, SLOT_STRIDE, HELD)
+    # What does not depend on others is on its way while they are waited for, here and below.
+    of_middle, rows = block_rows(
+        ids, expert_map, block_experts, block_routes, position // (tiles * 4 * HELD), num_blocks,
+        num_ids, num_experts, SINGLE, HAS_MAP,
+    )  # fmt: skip
     meet(arrivals, PROGRAMS)
     make_middle(
         gate_up, slab, activations, weights, ids, expert_map, block_experts, block_routes, middle,
-        position, end, num_blocks, num_ids, num_experts, HIDDEN, BUNDLE, SLOT_STRIDE, HELD, tiles,
-        BETA, LINEAR_BETA, WEIGH == "input", SINGLE, HAS_MAP, PROGRAMS,
+        position, end, num_blocks, of_middle, rows, num_ids, num_experts, HIDDEN, BUNDLE,
+        SLOT_STRIDE, HELD, tiles, BETA, LINEAR_BETA, WEIGH == "input", SINGLE, HAS_MAP, PROGRAMS,
     )  # fmt: skip
     products(
         middle, slab, labels, codes, ids, expert_map, block_experts, block_routes, down,
@@ -145,12 +153,16 @@ def fused_kernel(
         there, n1, n2, n3, HIDDEN, BUNDLE, SLOT_STRIDE, PAIRS, tiles, 4 * HELD, 1, True,
         UNIFORM, SINGLE, HAS_MAP, STEP, PRODUCTS,
     )  # fmt: skip
+    at = output_places(
+        tl.program_id(0), num_tokens, ids, expert_map, route_places, num_ids, num_experts, HIDDEN,
+        TOPK, CHOICES, AT_ONCE, SINGLE, HAS_MAP, PROGRAMS,
+    )  # fmt: skip
     meet(arrivals + 1, PROGRAMS)
     if tl.program_id(0) == 0:
         tl.store(arrivals, 0)
     make_output(
         down, scales + 2 * SCALE_ROWS * HIDDEN, weights, ids, expert_map, block_experts,
-        route_places, out, num_tokens, num_blocks, num_ids, num_experts, HIDDEN,
-        SCALE_ROWS if BY_ROUTE else 1, tiles, 4 * HELD, TOPK, CHOICES, WEIGH == "output",
-        SINGLE, HAS_MAP, PROGRAMS,
+        route_places, out, at, num_tokens, num_blocks, num_ids, num_experts, HIDDEN,
+        SCALE_ROWS if BY_ROUTE else 1, tiles, 4 * HELD, TOPK, CHOICES, AT_ONCE,
+        WEIGH == "output", SINGLE, HAS_MAP, PROGRAMS,
     )  # fmt: skip

@@ -149,9 +149,28 @@ def touch_scales(
 
 
 @triton.jit
+def block_rows(
+    ids, expert_map, block_experts, block_routes, block, num_blocks, num_ids, num_experts,
+    SINGLE: tl.constexpr, HAS_MAP: tl.constexpr,
+):  # fmt: skip
+    """A block's expert, and how many routes it has, 0 past the last block."""
+    there = block < num_blocks
+    if SINGLE:
+        expert, _ = expert_of(ids, expert_map, block, there, num_ids, num_experts, HAS_MAP)
+        rows = (expert >= 0).to(tl.int32)
+    else:
+        expert = tl.load(block_experts + block, mask=there, other=0)
+        rows = there.to(tl.int32)
+        for place in tl.static_range(1, PLACES):
+            route = tl.load(block_routes + block * PLACES + place, mask=there, other=-1)
+            rows += (route >= 0).to(tl.int32)
+    return tl.maximum(expert, 0), rows
+
+
+@triton.jit
 def make_middle(
     partial, slab, activations, weights, ids, expert_map, block_experts, block_routes, middle,
-    position, end, num_blocks, num_ids, num_experts,
+    position, end, num_blocks, expert, rows, num_ids, num_experts,
     HIDDEN: tl.constexpr, BUNDLE: tl.constexpr, SLOT_STRIDE: tl.constexpr, PAIRS: tl.constexpr,
     TILES: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, WEIGH: tl.constexpr,
     SINGLE: tl.constexpr, HAS_MAP: tl.constexpr, PROGRAMS: tl.constexpr,
@@ -159,22 +178,13 @@ def make_middle(
     """The rows of down that its steps position to end take, to middle; see activate_kernel.
 
     Programs whose steps share rows make them each for itself, which is quicker than waiting.
-    PAIRS: held.   TILES: of down, of a block.
+    expert, rows: block_rows of position's block.   PAIRS: held.   TILES: of down, of a block.
     """
     thread = tl.arange(0, 1024)
     warp, lane = thread >> 5, thread & 31
     steps: tl.constexpr = 4 * PAIRS
     block = position // (TILES * steps)
     while block * (TILES * steps) < end:
-        if SINGLE:
-            expert, _ = expert_of(ids, expert_map, block, True, num_ids, num_experts, HAS_MAP)
-            rows = (expert >= 0).to(tl.int32)
-            expert = tl.maximum(expert, 0)
-        else:
-            expert = tl.load(block_experts + block)
-            rows = 1
-            for other in tl.static_range(1, PLACES):
-                rows += (tl.load(block_routes + block * PLACES + other) >= 0).to(tl.int32)
         is_situ = tl.load(activations + expert) == 1
         bundle = slab.to(tl.pointer_type(tl.uint8)) + expert.to(tl.int64) * BUNDLE + 36 * HIDDEN
         # Steps of the block that are this program's, and the pairs in them.
@@ -253,48 +263,77 @@ def make_middle(
             _store(target + side * 16, g0, g1, g2, g3, lane, there)
             done += 32
         block += 1
+        if block * (TILES * steps) < end:
+            expert, rows = block_rows(
+                ids, expert_map, block_experts, block_routes, block, num_blocks, num_ids,
+                num_experts, SINGLE, HAS_MAP,
+            )  # fmt: skip
     tl.debug_barrier()
 
 
 @triton.jit
+def _output_of(
+    start, num_tokens, HIDDEN: tl.constexpr, TOPK: tl.constexpr, CHOICES: tl.constexpr,
+    AT_ONCE: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """What each thread's warp does of the items from start on, AT_ONCE in all: the group of 128
+    channels and the route, and whether there is any.
+    """
+    warp = tl.arange(0, 1024) >> 5
+    number, choice = warp // CHOICES, warp % CHOICES
+    item = start + number * PROGRAMS
+    there = (number < AT_ONCE) & (choice < TOPK) & (item < num_tokens * (HIDDEN // 128))
+    return item % (HIDDEN // 128), item // (HIDDEN // 128) * TOPK + choice, there
+
+
+@triton.jit
+def output_places(
+    start, num_tokens, ids, expert_map, route_places, num_ids, num_experts,
+    HIDDEN: tl.constexpr, TOPK: tl.constexpr, CHOICES: tl.constexpr, AT_ONCE: tl.constexpr,
+    SINGLE: tl.constexpr, HAS_MAP: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """Where each route of _output_of stands, PLACES times its block and the place in it, or -1."""
+    _, route, there = _output_of(start, num_tokens, HIDDEN, TOPK, CHOICES, AT_ONCE, PROGRAMS)
+    if SINGLE:
+        expert, _ = expert_of(ids, expert_map, route, there, num_ids, num_experts, HAS_MAP)
+        return tl.where(there & (expert >= 0), route * PLACES, -1)
+    return tl.load(route_places + route, mask=there, other=-1)
+
+
+@triton.jit
 def make_output(
-    partial, scales, weights, ids, expert_map, block_experts, route_places, out,
+    partial, scales, weights, ids, expert_map, block_experts, route_places, out, at,
     num_tokens, num_blocks, num_ids, num_experts,
     HIDDEN: tl.constexpr, SCALE_ROWS: tl.constexpr, TILES: tl.constexpr, STEPS: tl.constexpr,
-    TOPK: tl.constexpr, CHOICES: tl.constexpr, WEIGH: tl.constexpr, SINGLE: tl.constexpr,
-    HAS_MAP: tl.constexpr, PROGRAMS: tl.constexpr,
+    TOPK: tl.constexpr, CHOICES: tl.constexpr, AT_ONCE: tl.constexpr, WEIGH: tl.constexpr,
+    SINGLE: tl.constexpr, HAS_MAP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Each token's routes rotated, scaled and summed, to out; see combine_kernel.
 
     128 channels of a route to a warp; those of a token meet in shared memory, where nobody needs
-    the labels any more.   CHOICES: TOPK rounded up to a power of two, at most 32.
+    the labels any more.   at: output_places from the program on.
+    CHOICES: TOPK rounded up to a power of two, at most 32.   AT_ONCE: 32 // CHOICES, at most 8.
     """
     thread = tl.arange(0, 1024)
-    warp, lane = thread >> 5, thread & 31
-    at_once: tl.constexpr = 32 // CHOICES if CHOICES > 4 else 8
+    lane = thread & 31
     groups: tl.constexpr = HIDDEN // 128
-    number, choice = warp // CHOICES, warp % CHOICES
     round_start = tl.program_id(0)
     while round_start < num_tokens * groups:
-        item = round_start + number * PROGRAMS
-        there = (number < at_once) & (choice < TOPK) & (item < num_tokens * groups)
-        group = item % groups
-        route = item // groups * TOPK + choice
-        if SINGLE:
-            expert, _ = expert_of(ids, expert_map, route, there, num_ids, num_experts, HAS_MAP)
-            there &= expert >= 0
-            block, place = choice, choice * 0
-        else:
-            at = tl.load(route_places + route, mask=there, other=-1)
-            there &= at >= 0
-            block, place = tl.maximum(at, 0) // PLACES, tl.maximum(at, 0) % PLACES
-            expert = tl.load(block_experts + block, mask=there, other=0)
+        group, route, _ = _output_of(
+            round_start, num_tokens, HIDDEN, TOPK, CHOICES, AT_ONCE, PROGRAMS
+        )
+        there = at >= 0
+        block, place = tl.maximum(at, 0) // PLACES, tl.maximum(at, 0) % PLACES
         source, parts, most = _parts(
             partial, block * TILES + group // 4, place, group % 4 * 128 + lane * 4, there,
             num_blocks * TILES, STEPS, PROGRAMS,
         )  # fmt: skip
         svh = scales + group * 128 + lane * 4
         if SCALE_ROWS > 1:
+            if SINGLE:
+                expert, _ = expert_of(ids, expert_map, route, there, num_ids, num_experts, HAS_MAP)
+            else:
+                expert = tl.load(block_experts + block, mask=there, other=0)
             svh += tl.maximum(expert, 0).to(tl.int64) * HIDDEN
         s0 = tl.load(svh, mask=there, other=0).to(tl.float32)
         s1 = tl.load(svh + 1, mask=there, other=0).to(tl.float32)
@@ -327,7 +366,7 @@ def make_output(
         )
         tl.debug_barrier()
         item = round_start + (thread >> 7) * PROGRAMS
-        there = (thread < at_once * 128) & (item < num_tokens * groups)
+        there = (thread < AT_ONCE * 128) & (item < num_tokens * groups)
         source = (thread >> 7) * (CHOICES * 512) + (thread & 127) * 4
         total = tl.zeros((1024,), tl.float32)
         for other in tl.static_range(0, TOPK):
@@ -337,4 +376,9 @@ def make_output(
         target = out + (item // groups).to(tl.int64) * HIDDEN + item % groups * 128 + (thread & 127)
         tl.store(target, total.to(out.dtype.element_ty), mask=there)
         tl.debug_barrier()
-        round_start += at_once * PROGRAMS
+        round_start += AT_ONCE * PROGRAMS
+        if round_start < num_tokens * groups:
+            at = output_places(
+                round_start, num_tokens, ids, expert_map, route_places, num_ids, num_experts,
+                HIDDEN, TOPK, CHOICES, AT_ONCE, SINGLE, HAS_MAP, PROGRAMS,
+            )  # fmt: skip

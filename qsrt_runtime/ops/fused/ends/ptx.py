@@ -3,7 +3,7 @@
 from qsrt_runtime.ops.warps.ptx import LABELS
 from qsrt_runtime.workspace import COLUMNS, PLACES
 
-PARTS = {2: 3, 1: 8}  # that sums of so many matrices adds at once, as registers allow
+PARTS = {2: 4, 1: 8}  # that sums of so many matrices adds at once, as registers allow
 _PART = 4 * PLACES * COLUMNS  # bytes
 
 
@@ -66,7 +66,7 @@ GET = f"ld.shared.f32 $0,[$1+{LABELS}];"
 # Thread 0 of each of $3 programs arrives at [$1] and waits for the others.
 MEET = (
     "{ .reg .pred p; .reg .b32 arrived; setp.ne.b32 p,$2,0; @p bra met; fence.acq_rel.gpu; "
-    "red.release.gpu.global.add.u32 [$1],1; "
+    "red.relaxed.gpu.global.add.u32 [$1],1; "
     "waiting: ld.acquire.gpu.global.u32 arrived,[$1]; setp.lt.u32 p,arrived,$3; "
     "@p bra waiting; met: mov.u32 $0,0; }"
 )
