@@ -36,10 +36,13 @@ def numbers(words, kind):
 
 @cache
 def statements(text):
-    """(predicate, operation, operands) of each; brackets and braces around operands are kept."""
+    """(predicate, operation, operands) of each; brackets and braces around operands are kept.
+
+    A label is an operation that ends in a colon.
+    """
     found = []
     text = re.sub(r"\{\s*(?=[.a-z@])(?![a-z0-9]+,)", " ", text)  # blocks, but no lists of registers
-    for statement in re.split(r";\s*", text):
+    for statement in re.split(r";\s*", re.sub(r"\b([a-z]\w*:)(?!:)", r"\1;", text)):
         statement = re.sub(r"^[}\s]*", "", statement).strip()
         if not statement or statement.startswith(".reg"):
             continue
@@ -69,13 +72,37 @@ class Machine:
             if value.dtype.itemsize == 4:
                 raw = np.ascontiguousarray(value).view(np.uint32)
             registers[f"${outputs + i}"] = np.atleast_1d(raw).astype(np.uint64)
+        active = np.ones(1024, bool)
+        elsewhere = {}  # threads that have jumped, by label
         for predicate, operation, operands in statements(text):
-            self.step(registers, predicate, operation, operands)
-        found = [registers[f"${i}"].astype(np.uint32) for i in range(outputs)]
+            if operation.endswith(":"):
+                active |= elsewhere.pop(operation[:-1], False)
+            elif operation == "bra":
+                jumps = active & registers[predicate].astype(bool)
+                active, elsewhere[operands[0]] = active & ~jumps, jumps
+            elif active.all():
+                self.step(registers, predicate, operation, operands)
+            else:
+                self.step_some(active, registers, predicate, operation, operands)
+        assert not any(threads.any() for threads in elsewhere.values())  # jumps go forward
+        unset = np.zeros(1024, np.uint64)
+        found = [registers.get(f"${i}", unset).astype(np.uint32) for i in range(outputs)]
         return [
             v.view(np.float32) if k == "f" else v.view(np.int32)
             for v, k in zip(found, kinds, strict=False)
         ]
+
+    def step_some(self, active, registers, predicate, operation, operands):
+        """As step, of the active threads alone."""
+        before = dict(registers)
+        there = registers[predicate].astype(bool) if predicate else True
+        registers["active"] = active & there
+        self.step(registers, "active", operation, operands)
+        del registers["active"]
+        for name, value in registers.items():
+            old = before.get(name, np.zeros(1024, np.uint64))
+            if value is not old:
+                registers[name] = np.where(active, value, old)
 
     def step(self, registers, predicate, operation, operands):
         def read(name):
@@ -91,10 +118,10 @@ class Machine:
         name = operation.split(".")[0]
         if name == "mma":
             self.mma(registers, operation, operands, read)
-        elif name in ("ld", "cp"):
+        elif name in ("ld", "cp", "st", "red"):
             self.move(registers, operation, operands, read, predicate)
-        else:
-            assert predicate is None
+        elif name not in ("fence", "prefetch"):
+            assert predicate in (None, "active")
             method = _ARITHMETIC.get(name) or getattr(self, name)
             result = method(operation, *map(read, operands[1:]))
             if operands[0].startswith("{"):
@@ -115,21 +142,32 @@ class Machine:
             for to, at in zip(target.tolist(), source.tolist(), strict=True):
                 self.shared[to : to + 16] = np.frombuffer(ctypes.string_at(at, 16), np.uint8)
             return
-        address = self.address(operands[1], read)
+        there = registers[predicate].astype(bool) if predicate else np.ones(1024, bool)
+        if operation.startswith("red."):
+            for at in np.broadcast_to(self.address(operands[0], read), 1024)[there].tolist():
+                ctypes.c_uint32.from_address(at).value += int(operands[1])
+            return
+        if operation == "st.shared.v4.f32":
+            address = self.address(operands[0], read)
+            for i, name in enumerate(operands[1][1:-1].split(",")):
+                raw = np.broadcast_to(read(name), 1024).astype("<u4").view(np.uint8).reshape(-1, 4)
+                for byte in range(4):
+                    self.shared[address[there] + np.uint64(4 * i + byte)] = raw[there, byte]
+            return
+        address = np.broadcast_to(self.address(operands[1], read), 1024)
         if operation.startswith("ld.shared"):
-            width = {"u8": 1, "b16": 2}[operation.split(".")[-1]]
+            width = {"u8": 1, "b16": 2, "f32": 4}[operation.split(".")[-1]]
             each = address[:, None] + np.arange(width, dtype=np.uint64)
             raw = np.ascontiguousarray(self.shared[each]).view(f"<u{width}")[:, 0]
             registers[operands[0]] = raw.astype(np.uint64)
             return
-        assert operation.startswith("ld.global.") and operation.endswith(".v4.b32")
-        there = registers[predicate] if predicate else np.ones(1024, bool)
+        assert operation.startswith(("ld.global.", "ld.acquire.gpu.global.u32"))
         if self.allowed is not None and "no_allocate" in operation:
             first = self.allowed.data_ptr()
             assert (address[there] >= first).all()
             assert (address[there] + 16 <= first + self.allowed.nbytes).all()
-        for i, name in enumerate(operands[0][1:-1].split(",")):
-            found = registers.get(name, np.zeros(1024, np.uint64)).copy()
+        for i, name in enumerate(operands[0].strip("{}").split(",")):
+            found = np.broadcast_to(registers.get(name, np.uint64(0)), 1024).copy()
             for thread in np.flatnonzero(there):
                 raw = ctypes.string_at(int(address[thread]) + 4 * i, 4)
                 found[thread] = int.from_bytes(raw, "little")
@@ -165,15 +203,22 @@ class Machine:
         return a
 
     def setp(self, operation, a, b):
-        assert operation == "setp.ne.b32"
-        return a != b
+        _, compare, kind = operation.split(".")
+        if kind == "s32":
+            a, b = (v.astype(np.uint32).view(np.int32) for v in (a, b))
+        compared = {"ne": a != b, "eq": a == b, "le": a <= b, "lt": a < b}[compare]
+        return np.broadcast_to(compared, 1024)
+
+    def selp(self, _operation, a, b, predicate):
+        return np.where(predicate, a, b)
 
     def shfl(self, operation, value, lane, *_):
-        assert operation == "shfl.sync.idx.b32"
-        warps = np.broadcast_to(value, 1024).reshape(32, 32)
-        return np.take_along_axis(
-            warps, (lane & np.uint64(31)).reshape(32, 32).astype(int), 1
-        ).ravel()
+        warps, lane = (np.broadcast_to(v, 1024).reshape(32, 32) for v in (value, lane))
+        if operation == "shfl.sync.bfly.b32":
+            lane = lane ^ np.arange(32, dtype=np.uint64)
+        else:
+            assert operation == "shfl.sync.idx.b32"
+        return np.take_along_axis(warps, (lane & np.uint64(31)).astype(int), 1).ravel()
 
 
 def _prmt(_operation, a, b, selector):
@@ -236,6 +281,8 @@ def _fma(operation, a, b, c):
 
 
 _ARITHMETIC = {
+    "add": lambda _, a, b: bits(floats(a) + floats(b)),
+    "sub": lambda _, a, b: bits(floats(a) - floats(b)),
     "and": lambda _, a, b: a & b,
     "xor": lambda _, a, b: a ^ b,
     "shr": lambda _, a, b: a >> b,
@@ -299,7 +346,7 @@ class Launched:
         self.kernel, self.found = kernel, SimpleNamespace(metadata=SimpleNamespace(shared=shared))
 
     def __getitem__(self, grid):
-        def launch(*arguments, **options):
+        def launch(*arguments, launch_cooperative_grid=False, **options):
             self.kernel[grid](*arguments, **options)
             return self.found
 

@@ -9,6 +9,7 @@ from qsrt_runtime import moe_decode
 from qsrt_runtime.expansion import expanded
 from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.moe_reference import moe_forward_reference
+from qsrt_runtime.ops import fused
 from qsrt_runtime.ops.expert_gemm import expert_gemm
 from qsrt_runtime.ops.fused import product
 from qsrt_runtime.ops.fused.product import quantized as module
@@ -127,4 +128,33 @@ def test_all_launches(monkeypatch, tokens, activation, capability, dtype):
     assert machine.loads
     expected = moe_forward_reference(x.float(), layer, ids, weights, **options)
     assert error(out, expected) < BOUND[dtype]
+    check_guards(workspace)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "on_input", "options"),
+    [
+        (1, False, {"sides": "one"}),
+        (1, True, {"sides": "two", "slots": range(8, 24)}),
+        (1, False, {"sides": "expert", "codes": [0, 0x01, 0x10]}),
+        (3, True, {"sides": "one"}),
+        (9, False, {"sides": "expert"}),
+    ],
+    ids=str,
+)
+def test_one_launch_of_one_program(monkeypatch, tokens, on_input, options):
+    """Which has nobody to wait for, and several blocks."""
+    geometry = Geometry(640, 768 if "slots" in options else 256, 3)
+    layer = random_layer(geometry, torch.device("cpu"), **options)
+    warps.interpret(monkeypatch, product.kernel)
+    monkeypatch.setattr(moe_decode, "ways", lambda _device: (True, False))
+    launched = warps.Launched(fused.fused_kernel, product.SHARED_BYTES)
+    monkeypatch.setattr(fused, "fused_kernel", launched)
+    x, ids, weights = inputs(layer, tokens, 2, HALF)
+    ids[:, 0], ids[-1, 1] = 2, -1
+    workspace, out = poisoned(layer, 2, HALF, programs=1), torch.full_like(x, float("nan"))
+    moe_decode.moe_decode(x, layer, ids, weights, workspace, out, weight_on_input=on_input)
+    expected = moe_forward_reference(x.float(), layer, ids, weights, weight_on_input=on_input)
+    assert error(out, expected) < BOUND[HALF]
+    assert workspace.arrivals.tolist() == [0, 1]
     check_guards(workspace)
