@@ -9,6 +9,7 @@ from qsrt_runtime.mxfp8 import BLOCK
 
 MAX_TOKENS = 1024  # of one call of moe_decode
 FEW_TOKENS = 16  # whose routes are mapped without atomics, and who may go in one launch
+ALONE_TOKENS = 2  # up to which one launch takes every route for itself
 PLACES = 8  # routes of a block, which share a decoded weight
 MANY_PLACES = 32  # where experts have more rows
 COLUMNS = 512  # of a tile of a product
@@ -86,7 +87,7 @@ def make_workspace(
 
     def blocks(places: int) -> int:
         most = (routes + (places - 1) * min(geometry.experts, routes)) // places
-        return max(min(routes, most), topk)  # a single token's routes are blocks of their own
+        return max(min(routes, most), min(tokens, ALONE_TOKENS) * topk)
 
     def sums(places: int) -> int:
         tiles = blocks(places) * max(geometry.pairs, -(-geometry.hidden // COLUMNS))

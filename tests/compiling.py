@@ -242,7 +242,7 @@ KERNELS = {
     "fused": (
         fused_kernel,
         {
-            **{"HELD": 2, "DIVISOR": 16, "CHOICES": 16, "INPUTS": 0, "UNIFORM": True},
+            **{"HELD": 2, "DIVISOR": 16, "CHOICES": 16, "INPUTS": 0, "TOKENS": 0, "UNIFORM": True},
             **{"BETA": 4.0, "LINEAR_BETA": 25.0, "WEIGH": "output"},
             **{"STEP": ptx.step(4, True), "PRODUCTS": ptx.products(True)},
         },

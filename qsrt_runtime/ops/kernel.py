@@ -54,7 +54,10 @@ def block_of(
     ids, expert_map, block_experts, block_routes, block, place, num_ids, num_experts,
     PLACES: tl.constexpr, SINGLE: tl.constexpr, HAS_MAP: tl.constexpr,
 ):  # fmt: skip
-    """The expert of a block, and the routes at some of its places, -1 for none."""
+    """The expert of a block, and the routes at some of its places, -1 for none.
+
+    SINGLE: every route is a block of its own, as those of a single token are.
+    """
     if SINGLE:
         expert, _ = expert_of(ids, expert_map, block, True, num_ids, num_experts, HAS_MAP)
         route = tl.where((place == 0) & (expert >= 0), block, -1)

@@ -8,7 +8,7 @@ from qsrt_runtime.ops.fused.product import SHARED_BYTES, products, step
 from qsrt_runtime.ops.launch import dependent, labels
 from qsrt_runtime.ops.warps import check_shared
 from qsrt_runtime.weights import LayerWeights
-from qsrt_runtime.workspace import Workspace
+from qsrt_runtime.workspace import ALONE_TOKENS, Workspace
 
 MAX_TOPK = 32  # a warp each
 # Of a call's routes; on an H200 1.0e8 gain by one launch, 1.5e8 lose (bench_decode.py --variants).
@@ -23,8 +23,11 @@ def is_small(layer: LayerWeights, topk_ids: torch.Tensor) -> bool:
 
 
 def makes_rows(layer: LayerWeights, tokens: int) -> bool:
-    """Whether a call needs no prepare: one token, whose rows each program can make for itself."""
-    return tokens == 1 and layer.traits.inputs > 0
+    """Whether a call needs no prepare: each program makes the rows, and routes are not grouped.
+
+    An expert of both of two tokens is decoded twice then, which takes no longer than two experts.
+    """
+    return tokens <= ALONE_TOKENS and layer.traits.inputs > 0
 
 
 def fused(
@@ -89,7 +92,7 @@ def fused(
         LINEAR_BETA=SITU_LINEAR_BETA,
         WEIGH="input" if weight_on_input else "output",
         UNIFORM=layer.traits.uniform,
-        SINGLE=tokens == 1,
+        TOKENS=tokens if tokens == 1 or makes_rows(layer, tokens) else 0,
         HAS_MAP=expert_map is not None,
         PROGRAMS=workspace.programs,
         STEP=step(is_bfloat16),

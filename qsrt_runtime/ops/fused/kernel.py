@@ -28,10 +28,10 @@ from qsrt_runtime.ops.kernel import COLUMNS, expert_of, wait_for_previous
 
 @triton.jit
 def _count_invalid(
-    ids, expert_map, counts, num_ids, num_experts, TOPK: tl.constexpr, HAS_MAP: tl.constexpr
+    ids, expert_map, counts, num_ids, num_experts, ROUTES: tl.constexpr, HAS_MAP: tl.constexpr
 ):  # fmt: skip
     count = 0
-    for route in tl.static_range(0, TOPK):
+    for route in tl.static_range(0, ROUTES):
         _, wrong = expert_of(ids, expert_map, route, True, num_ids, num_experts, HAS_MAP)
         count += wrong.to(tl.int32)
     tl.store(counts + 1, count)
@@ -86,20 +86,22 @@ def fused_kernel(
     LINEAR_BETA: tl.constexpr,
     WEIGH: tl.constexpr,
     UNIFORM: tl.constexpr,
-    SINGLE: tl.constexpr,
+    TOKENS: tl.constexpr,
     HAS_MAP: tl.constexpr,
     PROGRAMS: tl.constexpr,
     STEP: tl.constexpr,
     PRODUCTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """From the hidden states of one token, or from prepare's rows and map, to the output.
+    """From the hidden states of a token or two, or from prepare's rows and map, to the output.
 
     Arguments as those of the launches of the plain way.
     gate_up, down: [parts, PLACES, COLUMNS] float32.   middle: [routes, 256 HELD].
     arrivals: [2], the first of them 0 before and after.   PAIRS: of the layer, HELD of them here.
     WEIGH: "input" or "output", what weights multiply.
-    INPUTS: rows that are made here of a single token, 0 where prepare has made them.
+    INPUTS: rows that are made here of a token, 0 where prepare has made them.
+    TOKENS: where every route is a block of its own, how many there are; 0 where prepare has put
+    those of an expert together.
     STEP, PRODUCTS: ptx.step and ptx.products for x's type.
     """
     copy_labels(labels, layer)
@@ -107,8 +109,9 @@ def fused_kernel(
     if tl.program_id(0) == 0:
         tl.store(arrivals + 1, 0)
         if INPUTS > 0:
-            _count_invalid(ids, expert_map, counts, num_ids, num_experts, TOPK, HAS_MAP)
-    num_blocks = TOPK
+            _count_invalid(ids, expert_map, counts, num_ids, num_experts, TOKENS * TOPK, HAS_MAP)
+    SINGLE: tl.constexpr = TOKENS > 0
+    num_blocks = TOKENS * TOPK
     if not SINGLE:
         num_blocks = tl.load(counts)
     tiles: tl.constexpr = (HIDDEN + COLUMNS - 1) // COLUMNS
@@ -121,7 +124,7 @@ def fused_kernel(
         HAS_MAP,
     )  # fmt: skip
     if INPUTS > 0:
-        make_rows(x, scales, rotated, HIDDEN, SCALE_ROWS, INPUTS)
+        make_rows(x, scales, rotated, HIDDEN, SCALE_ROWS, INPUTS, TOKENS)
     await_labels()
     products(
         rotated, slab, labels, codes, ids, expert_map, block_experts, block_routes, gate_up,

@@ -88,25 +88,27 @@ def _parts(
 
 @triton.jit
 def make_rows(
-    x, scales, out, HIDDEN: tl.constexpr, SCALE_ROWS: tl.constexpr, INPUTS: tl.constexpr
+    x, scales, out, HIDDEN: tl.constexpr, SCALE_ROWS: tl.constexpr, INPUTS: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """A token rotated by the scales of gate and, where INPUTS is 2, of up; see prepare_kernel.
+    """Tokens rotated by the scales of gate and, where INPUTS is 2, of up; see prepare_kernel.
 
-    Every program makes the whole of it for itself.
+    Every program makes all of them for itself.
     """
     thread = tl.arange(0, 1024)
     warp, lane = thread >> 5, thread & 31
     for matrix in tl.static_range(0, INPUTS):
-        for start in tl.static_range(0, HIDDEN // 128, 32):
-            there = start + warp < HIDDEN // 128
-            channel = (start + warp) * 128 + lane * 4
-            suh = scales + matrix * SCALE_ROWS * HIDDEN + channel
-            a = _scaled(x + channel, suh, there)
-            b = _scaled(x + channel + 1, suh + 1, there)
-            c = _scaled(x + channel + 2, suh + 2, there)
-            d = _scaled(x + channel + 3, suh + 3, there)
+        for start in tl.static_range(0, TOKENS * HIDDEN // 128, 32):
+            row = (start + warp) * 128  # of all tokens' channels
+            there = start + warp < TOKENS * HIDDEN // 128
+            source = x + row + lane * 4
+            suh = scales + matrix * SCALE_ROWS * HIDDEN + row % HIDDEN + lane * 4
+            a = _scaled(source, suh, there)
+            b = _scaled(source + 1, suh + 1, there)
+            c = _scaled(source + 2, suh + 2, there)
+            d = _scaled(source + 3, suh + 3, there)
             a, b, c, d = _rotate(a, b, c, d, lane, there.to(tl.int32))
-            target = out + matrix * HIDDEN + (start + warp) * 128 + (lane >> 2) * 16
+            target = out + matrix * TOKENS * HIDDEN + row + (lane >> 2) * 16
             _store(target, a, b, c, d, lane, there)
     tl.debug_barrier()
 
