@@ -124,8 +124,6 @@ def bench_load(path: Path, sweep: bool) -> None:
     report("plain pinned copy", size, seconds, seconds[0])
     plain = seconds[0]
     report("load_package", size, median_s(lambda: load(path, "once")), plain)
-    with using(reads_ahead=lambda _: False):
-        report("by turns of threads", size, median_s(lambda: load(path, "once")), plain)
     start = time.perf_counter()
     load_package(path, device="cuda")
     say(f"load_package, call to return, all documents: {time.perf_counter() - start:.3f} s")
@@ -136,20 +134,11 @@ def bench_load(path: Path, sweep: bool) -> None:
 
 def bench_sweep(path: Path, size: int, plain: float) -> None:
     ways: dict[str, dict[str, object]] = {
-        f"ahead, {copies} copies, parts of {mib} MiB": {
-            "COPIES": copies,
-            "AHEAD_PART": mib << 20,
-        }
-        for copies in (2, 4, 8)
-        for mib in (2, 4, 8)
-    }
-    by_turns = {"reads_ahead": lambda _: False}
-    ways |= {
-        f"{threads} threads, parts of {mib} MiB": by_turns | {"THREADS": threads, "PART": mib << 20}
+        f"{threads} threads, parts of {mib} MiB": {"THREADS": threads, "PART": mib << 20}
         for threads in (16, 12, 8, 4, 1)
         for mib in (4, 8, 16)
     }
-    ways["threads, out of mappings"] = by_turns | {"_read": read_mapped}
+    ways["copies out of mappings"] = {"_read": read_mapped}
     for name, values in ways.items():
         with using(**values):
             report(name, size, median_s(lambda: load(path, "once")), plain)

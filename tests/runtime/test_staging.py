@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qsrt_runtime import aio, staging
+from qsrt_runtime import staging
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.staging import Staging
 
@@ -14,27 +14,17 @@ CPU = torch.device("cpu")
 DEVICES = [CPU, pytest.param(torch.device("cuda", 0), marks=pytest.mark.gpu)]
 
 
-needs_aio = pytest.mark.skipif(not aio.is_available(), reason="needs glibc of 64 bits")
-
-
-@pytest.fixture(params=[pytest.param("ahead", marks=needs_aio), "by turns"], autouse=True)
-def sizes(request, monkeypatch):
-    """Each way in turn, with small parts; sets other sizes of a module's."""
-
-    def sizes(**values):
-        for name, value in values.items():
-            monkeypatch.setattr(staging, name, value)
-
-    ahead = request.param == "ahead"
-    sizes(reads_ahead=lambda _: ahead, PART=4096, AHEAD_PART=4096, WORTH_A_REQUEST=1, THREADS=3)
-    return sizes
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    monkeypatch.setattr(staging, "THREADS", 3)
+    monkeypatch.setattr(staging, "PART", 4096)
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
 @pytest.mark.parametrize("threads", [1, 3, 16])
 @pytest.mark.parametrize("size", [0, 1, 4096, 4097, 37 * 4096 + 17])
-def test_bytes_arrive(tmp_path, sizes, device, threads, size):
-    sizes(THREADS=threads, COPIES=threads)
+def test_bytes_arrive(tmp_path, monkeypatch, device, threads, size):
+    monkeypatch.setattr(staging, "THREADS", threads)
     data = os.urandom(size + 300)
     (tmp_path / "file").write_bytes(data)
     with Staging(device) as reading:
@@ -50,8 +40,8 @@ def test_bytes_arrive(tmp_path, sizes, device, threads, size):
     ("rows", "size", "stride"),
     [(1, 9973, 9973), (7, 9973, 9973), (7, 9973, 10007), (301, 17, 33), (5, 0, 8), (0, 8, 8)],
 )
-def test_rows_arrive(tmp_path, sizes, device, part, rows, size, stride):
-    sizes(PART=part, AHEAD_PART=part)
+def test_rows_arrive(tmp_path, monkeypatch, device, part, rows, size, stride):
+    monkeypatch.setattr(staging, "PART", part)
     data = os.urandom(rows * stride + 50)
     (tmp_path / "file").write_bytes(data)
     with Staging(device) as reading:
@@ -59,22 +49,6 @@ def test_rows_arrive(tmp_path, sizes, device, part, rows, size, stride):
     assert (found.device, found.dtype, found.shape) == (device, torch.uint8, (rows, size))
     begins = range(41, 41 + rows * stride, stride)
     assert [bytes(row) for row in found.tolist()] == [data[at : at + size] for at in begins]
-
-
-@pytest.mark.parametrize("worth", [1 << 10, (1 << 10) + 1])
-def test_what_is_worth_requests(tmp_path, monkeypatch, sizes, worth):
-    """Small pieces are read by the thread itself."""
-    sizes(WORTH_A_REQUEST=worth)
-    asked, original = [], aio.Reading
-    monkeypatch.setattr(aio, "Reading", lambda *args: asked.append(args) or original(*args))
-    data = os.urandom(8192)
-    (tmp_path / "file").write_bytes(data)
-    with Staging(CPU) as reading:
-        found = reading.read_rows(tmp_path / "file", 0, 4, 1 << 10, 2 << 10)
-    assert len(asked) == (staging.reads_ahead(CPU) and worth == 1 << 10)
-    assert [bytes(row) for row in found.tolist()] == [
-        data[i : i + 1024] for i in range(0, 8192, 2048)
-    ]
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
@@ -87,19 +61,19 @@ def test_file_that_ends_too_early(tmp_path, device, rest):
         reading.read(tmp_path / "file", 10, 9991)
 
 
-def test_file_that_is_cut_after_it_was_opened(tmp_path, sizes):
-    sizes(reads_ahead=lambda _: False)  # what is read ahead may be there before
+def test_file_that_is_cut_after_it_was_opened(tmp_path):
     (tmp_path / "file").write_bytes(bytes(9000))
     with pytest.raises(FormatError, match="file ends at byte 5000;"), Staging(CPU) as reading:
         reading.read(tmp_path / "file", 6000, 3000)
         os.truncate(tmp_path / "file", 5000)
 
 
-def test_reads_that_bring_less_than_asked():
-    """A file of the kernel's gives a page or so at a time."""
-    data = Path("/proc/kallsyms").read_bytes()[:50_000]
+def test_reads_that_bring_less_than_asked(tmp_path, monkeypatch):
+    original, data = os.preadv, os.urandom(9000)
+    monkeypatch.setattr(os, "preadv", lambda file, views, at: original(file, [views[0][:700]], at))
+    (tmp_path / "file").write_bytes(data)
     with Staging(CPU) as reading:
-        found = reading.read("/proc/kallsyms", 100, 49_900)
+        found = reading.read(tmp_path / "file", 100, 8900)
     assert bytes(found.tolist()) == data[100:]
 
 
@@ -125,9 +99,8 @@ def test_files_are_closed(tmp_path):
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_an_interrupt_waits_for_the_threads(tmp_path, monkeypatch, sizes):
+def test_an_interrupt_waits_for_the_threads(tmp_path, monkeypatch):
     """No thread reads from a descriptor that is closed, and perhaps opened anew."""
-    sizes(reads_ahead=lambda _: False)
     (tmp_path / "file").write_bytes(bytes(100 * 4096))
     started, errors, original = [], [], staging._read
 
@@ -152,36 +125,3 @@ def test_an_interrupt_waits_for_the_threads(tmp_path, monkeypatch, sizes):
     assert len(started) == 2
     assert not any(thread.is_alive() for thread in started)
     assert errors == []
-
-
-@needs_aio
-@pytest.mark.parametrize("step", ["start", "wait", "block", "again"])
-def test_an_interrupt_waits_for_what_is_read_ahead(tmp_path, monkeypatch, sizes, step):
-    """Nothing writes to memory that somebody else may have by then."""
-    sizes(reads_ahead=lambda _: True)
-    (tmp_path / "file").write_bytes(bytes(100 * 4096))
-    asked, done = [], []
-
-    class Interrupted(aio.Reading):
-        def start(self, *args):
-            asked.append(self)
-            super().start(*args)
-            if step == "start" and len(asked) == 7:
-                raise KeyboardInterrupt
-
-        def wait(self):
-            found = super().wait()
-            if len(done) in {"wait": (0,), "again": (0, 3)}.get(step, ()):
-                done.append(None)
-                raise KeyboardInterrupt
-            done.append(self)
-            return found
-
-    monkeypatch.setattr(aio, "Reading", Interrupted)
-    before = os.listdir("/proc/self/fd")
-    with pytest.raises(KeyboardInterrupt), Staging(CPU) as reading:
-        reading.read(tmp_path / "file", 0, 100 * 4096)
-        if step == "block":
-            raise KeyboardInterrupt
-    assert set(asked) == {reading for reading in done if reading is not None}
-    assert os.listdir("/proc/self/fd") == before

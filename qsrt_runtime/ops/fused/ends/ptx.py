@@ -3,7 +3,7 @@
 from qsrt_runtime.ops.warps.ptx import LABELS
 from qsrt_runtime.workspace import COLUMNS, PLACES
 
-PARTS = {2: 4, 1: 8}  # that sums of so many matrices adds at once, as registers allow
+PARTS = {2: 3, 1: 8}  # that sums of so many matrices adds at once, as registers allow
 _PART = 4 * PLACES * COLUMNS  # bytes
 
 
