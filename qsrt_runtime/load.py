@@ -179,7 +179,7 @@ def _check_files(package: Package, verify: str) -> None:
         verify_files(package, sorted(package.digests))
     slots = range(0) if verify == "structure" else None
     with torch.device("cpu"):  # the caller may have another default
-        for layer in package.layers:  # in threads it takes longer: most of it is Python
+        for layer in package.layers:  # most of it is Python, so no threads
             read_checked_layer(package, layer, slots)
 
 

@@ -74,7 +74,7 @@ COMMON = {
     "QUANTIZED": False,
 }
 CAPABILITIES = {  # others' are 80 and 90
-    **dict.fromkeys(("product", "wide", "fused"), (90,)),
+    **dict.fromkeys(("product", "wide", *(f"fused_{n}" for n in range(3))), (90,)),
     **dict.fromkeys(("expand_warps", "expand_warps_uniform"), (90,)),
     **dict.fromkeys(("prepare_a8", "activate_a8", "plain_a8"), (89, 90)),
     **dict.fromkeys(("prepare_a8_numbers", "activate_a8_numbers"), (90,)),
@@ -239,16 +239,20 @@ KERNELS = {
         {"out": "*fp32", "x": "*u8", "labels": "*u8"},
         32,
     ),
-    "fused": (
-        fused_kernel,
-        {
-            **{"HELD": 2, "DIVISOR": 16, "CHOICES": 16, "INPUTS": 0, "TOKENS": 0, "UNIFORM": True},
-            **{"BETA": 4.0, "LINEAR_BETA": 25.0, "WEIGH": "output"},
-            **{"STEP": ptx.step(4, True), "PRODUCTS": ptx.products(True)},
-        },
-        {"out": "*bf16", "middle": "*bf16", "gate_up": "*fp32", "down": "*fp32"},
-        32,
-    ),
+    **{
+        f"fused_{tokens}": (
+            fused_kernel,
+            {
+                **{"HELD": 2, "DIVISOR": 16, "CHOICES": 16, "UNIFORM": True, "TOKENS": tokens},
+                **{"INPUTS": 2 if tokens else 0, "BY_ROUTE": not tokens},
+                **{"BETA": 4.0, "LINEAR_BETA": 25.0, "WEIGH": "output"},
+                **{"STEP": ptx.step(4, True), "PRODUCTS": ptx.products(True)},
+            },
+            {"out": "*bf16", "middle": "*bf16", "gate_up": "*fp32", "down": "*fp32"},
+            32,
+        )
+        for tokens in (0, 1, 2)
+    },
 }
 
 

@@ -18,6 +18,7 @@ _MASK = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(0xFFFF)
 _KINDS = {"e4m3": torch.float8_e4m3fn, "f16": torch.float16, "bf16": torch.bfloat16}
 _TYPES = {"r": np.uint32, "f": np.float32, "l": np.uint64}
+_UNSET = np.full(1024, 0x7FC12345, np.uint64)  # in registers nothing was written to, NaN as a float
 
 
 def floats(value):
@@ -79,14 +80,14 @@ class Machine:
                 active |= elsewhere.pop(operation[:-1], False)
             elif operation == "bra":
                 jumps = active & registers[predicate].astype(bool)
-                active, elsewhere[operands[0]] = active & ~jumps, jumps
+                active = active & ~jumps
+                elsewhere[operands[0]] = elsewhere.get(operands[0], False) | jumps
             elif active.all():
                 self.step(registers, predicate, operation, operands)
             else:
                 self.step_some(active, registers, predicate, operation, operands)
         assert not any(threads.any() for threads in elsewhere.values())  # jumps go forward
-        unset = np.zeros(1024, np.uint64)
-        found = [registers.get(f"${i}", unset).astype(np.uint32) for i in range(outputs)]
+        found = [registers.get(f"${i}", _UNSET).astype(np.uint32) for i in range(outputs)]
         return [
             v.view(np.float32) if k == "f" else v.view(np.int32)
             for v, k in zip(found, kinds, strict=False)
@@ -100,7 +101,7 @@ class Machine:
         self.step(registers, "active", operation, operands)
         del registers["active"]
         for name, value in registers.items():
-            old = before.get(name, np.zeros(1024, np.uint64))
+            old = before.get(name, _UNSET)
             if value is not old:
                 registers[name] = np.where(active, value, old)
 
@@ -167,7 +168,7 @@ class Machine:
             assert (address[there] >= first).all()
             assert (address[there] + 16 <= first + self.allowed.nbytes).all()
         for i, name in enumerate(operands[0].strip("{}").split(",")):
-            found = np.broadcast_to(registers.get(name, np.uint64(0)), 1024).copy()
+            found = np.broadcast_to(registers.get(name, _UNSET), 1024).copy()
             for thread in np.flatnonzero(there):
                 raw = ctypes.string_at(int(address[thread]) + 4 * i, 4)
                 found[thread] = int.from_bytes(raw, "little")

@@ -88,7 +88,7 @@ def main() -> None:
     device = torch.device("cuda")
     for codes, sides in (([0] * 5, "one"), ([0, 0x11, 0x12, 0x21, 0], "expert")):
         layer = random_layer(Geometry(640, 512, 5), device, codes=codes, sides=sides)
-        for tokens in (1, 11, 40):  # the last in blocks of 32 places where all pairs are of 3 bits
+        for tokens in (1, 2, 11, 40):  # the last in blocks of 32 places, where pairs are of 3 bits
             check_decode(layer, tokens)
             decode.ways = lambda _device: (True, True)
             if tokens <= FEW_TOKENS:

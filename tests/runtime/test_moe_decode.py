@@ -674,7 +674,7 @@ def test_a_slab_beyond_two_gigabytes(activation):  # RT-4
 
 
 @GPU
-@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize("tokens", [1, 2, 9])
 @pytest.mark.parametrize("codes", [None, [0, 0x11, 0x12, 0x21, 0]], ids=["uniform", "rates"])
 @pytest.mark.parametrize("sides", ["one", "two", "expert"])
 def test_the_ways_agree(monkeypatch, tokens, codes, sides):

@@ -50,7 +50,7 @@ def fused(
     tokens, topk = topk_ids.shape
     by_route = layer.traits.inputs == 0
     divisor = 1 if by_route else topk
-    is_bfloat16 = out.dtype == torch.bfloat16
+    is_bfloat16, alone = out.dtype == torch.bfloat16, makes_rows(layer, tokens)
     compiled = fused_kernel[(workspace.programs,)](
         x,
         workspace.rotated,
@@ -86,13 +86,13 @@ def fused(
         TOPK=topk,
         CHOICES=1 << (topk - 1).bit_length(),
         SCALE_ROWS=layer.shared_scales.shape[1],
-        INPUTS=layer.traits.inputs if makes_rows(layer, tokens) else 0,
+        INPUTS=layer.traits.inputs if alone else 0,
         BY_ROUTE=by_route,
         BETA=SITU_BETA,
         LINEAR_BETA=SITU_LINEAR_BETA,
         WEIGH="input" if weight_on_input else "output",
         UNIFORM=layer.traits.uniform,
-        TOKENS=tokens if tokens == 1 or makes_rows(layer, tokens) else 0,
+        TOKENS=tokens if alone or tokens == 1 else 0,
         HAS_MAP=expert_map is not None,
         PROGRAMS=workspace.programs,
         STEP=step(is_bfloat16),

@@ -100,13 +100,13 @@ def fused_kernel(
     arrivals: [2], the first of them 0 before and after.   PAIRS: of the layer, HELD of them here.
     WEIGH: "input" or "output", what weights multiply.
     INPUTS: rows that are made here of a token, 0 where prepare has made them.
-    TOKENS: where every route is a block of its own, how many there are; 0 where prepare has put
-    those of an expert together.
+    TOKENS: the call's, where every route is a block of its own; 0 where prepare has put those of
+    an expert together.
     STEP, PRODUCTS: ptx.step and ptx.products for x's type.
     """
     copy_labels(labels, layer)
     wait_for_previous(PDL)
-    if tl.program_id(0) == 0:
+    if tl.program_id(0) == PROGRAMS - 1:  # which has the least to do
         tl.store(arrivals + 1, 0)
         if INPUTS > 0:
             _count_invalid(ids, expert_map, counts, num_ids, num_experts, TOKENS * TOPK, HAS_MAP)

@@ -17,7 +17,7 @@ BY_ARITHMETIC = {
 }
 # Inverse of the normal distribution: with u in (-1, 1) and w = log2(_ONE - u^2) a label is u P(w)
 # rounded to E4M3, for every 12-bit rank. Found by linear programming over P for each _ONE; what is
-# rounded stays 1.4e-5 of itself away from where it would be another label.
+# rounded stays 1.3e-5 of itself away from where it would be another label.
 _ONE = 0.9997354745864868
 _POLYNOMIAL = (
     1.8791563537857647,

@@ -59,12 +59,18 @@ def test_labels_go_to_tensor_cores_as_they_are(compiled, kernel):
     assert compiled[kernel, 89]["stack"] in (0, None)
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 2])
+def test_one_launch_has_registers_enough(compiled, tokens):
+    """But for a few that lie in memory meanwhile; sums of a part more at once take twice that."""
+    assert (compiled[f"fused_{tokens}", 90]["stack"] or 0) <= 32
+
+
 @pytest.mark.parametrize(
     ("kernel", "labels", "own", "capability"),
     [
         ("product", 131072, 0, 90),
         ("wide", 131072, 0, 90),
-        ("fused", 131072, 1, 90),
+        *((f"fused_{tokens}", 131072, 1, 90) for tokens in range(3)),
         ("expand_warps", 65536, 0, 90),
         ("expand_warps_uniform", 65536, 0, 90),
         *((name, 65536, 0, c) for name in ("quantized", "quantized_down") for c in (89, 90)),
