@@ -61,8 +61,8 @@ def test_labels_go_to_tensor_cores_as_they_are(compiled, kernel):
 
 @pytest.mark.parametrize("tokens", [0, 1, 2])
 def test_one_launch_has_registers_enough(compiled, tokens):
-    """But for a few that lie in memory meanwhile; sums of a part more at once take twice that."""
-    assert (compiled[f"fused_{tokens}", 90]["stack"] or 0) <= 32
+    """But for a few that lie in memory meanwhile: 8 by Triton 3.6, 14 by 3.9."""
+    assert (compiled[f"fused_{tokens}", 90]["stack"] or 0) <= 64
 
 
 @pytest.mark.parametrize(
