@@ -223,7 +223,7 @@ def load_layer(
         format_codes=codes,
         shared_scales=scales.view(torch.float16).view(3, rows, whole.hidden),
         atoms=atoms,
-        activations=_activations(package, layer, experts).to(staging.device, non_blocking=True),
+        activations=_activations(package, layer, experts).to(staging.device),
         hidden_padding=whole.hidden - package.true_sizes.hidden,
     )
 
