@@ -244,6 +244,7 @@ KERNELS = {
             fused_kernel,
             {
                 **{"HELD": 2, "DIVISOR": 16, "CHOICES": 16, "UNIFORM": True, "TOKENS": tokens},
+                **{"FIRST": 0, "LAST": 2},
                 **{"INPUTS": 2 if tokens else 0, "BY_ROUTE": not tokens},
                 **{"BETA": 4.0, "LINEAR_BETA": 25.0, "WEIGH": "output"},
                 **{"STEP": ptx.step(4, True), "PRODUCTS": ptx.products(True)},

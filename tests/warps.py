@@ -157,7 +157,7 @@ class Machine:
             return
         address = np.broadcast_to(self.address(operands[1], read), 1024)
         if operation.startswith("ld.shared"):
-            width = {"u8": 1, "b16": 2, "f32": 4}[operation.split(".")[-1]]
+            width = {"u8": 1, "u16": 2, "f32": 4}[operation.split(".")[-1]]
             each = address[:, None] + np.arange(width, dtype=np.uint64)
             raw = np.ascontiguousarray(self.shared[each]).view(f"<u{width}")[:, 0]
             registers[operands[0]] = raw.astype(np.uint64)

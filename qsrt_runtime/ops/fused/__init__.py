@@ -1,4 +1,4 @@
-"""A few tokens in one launch, on GPUs whose multiprocessors have 227 KB to share."""
+"""A few tokens in one launch or three, on GPUs whose multiprocessors have 227 KB to share."""
 
 import torch
 
@@ -16,18 +16,19 @@ MAX_WEIGHTS = 1 << 27
 
 
 def is_small(layer: LayerWeights, topk_ids: torch.Tensor) -> bool:
-    """Whether a call is quicker in one launch than in several."""
+    """Whether a call is quicker in one launch than in three."""
     geometry = layer.geometry
-    weights = 3 * geometry.hidden * geometry.intermediate * topk_ids.numel()
-    return topk_ids.shape[1] <= MAX_TOPK and weights <= MAX_WEIGHTS
+    return 3 * geometry.hidden * geometry.intermediate * topk_ids.numel() <= MAX_WEIGHTS
 
 
-def makes_rows(layer: LayerWeights, tokens: int) -> bool:
+def makes_rows(layer: LayerWeights, topk_ids: torch.Tensor) -> bool:
     """Whether a call needs no prepare: each program makes the rows, and routes are not grouped.
 
-    An expert of both of two tokens is decoded twice then, which takes no longer than two experts.
+    An expert of both of two tokens is decoded twice then, which costs more than prepare where
+    experts are large.
     """
-    return tokens <= ALONE_TOKENS and layer.traits.inputs > 0
+    alone = ALONE_TOKENS if is_small(layer, topk_ids) else 1
+    return len(topk_ids) <= alone and layer.traits.inputs > 0
 
 
 def fused(
@@ -50,8 +51,10 @@ def fused(
     tokens, topk = topk_ids.shape
     by_route = layer.traits.inputs == 0
     divisor = 1 if by_route else topk
-    is_bfloat16, alone = out.dtype == torch.bfloat16, makes_rows(layer, tokens)
-    compiled = fused_kernel[(workspace.programs,)](
+    is_bfloat16, alone = out.dtype == torch.bfloat16, makes_rows(layer, topk_ids)
+    one = is_small(layer, topk_ids)
+    for first, last in ((0, 2),) if one else ((0, 0), (1, 1), (2, 2)):
+      compiled = fused_kernel[(workspace.programs,)](
         x,
         workspace.rotated,
         layer.atoms.view(torch.int32),
@@ -97,9 +100,11 @@ def fused(
         PROGRAMS=workspace.programs,
         STEP=step(is_bfloat16),
         PRODUCTS=products(is_bfloat16),
+        FIRST=first,
+        LAST=last,
         PDL=pdl,
         num_warps=32,
-        launch_cooperative_grid=True,
+        launch_cooperative_grid=one,
         **dependent(pdl),
-    )
-    check_shared(compiled.metadata.shared, SHARED_BYTES)
+      )
+      check_shared(compiled.metadata.shared, SHARED_BYTES)

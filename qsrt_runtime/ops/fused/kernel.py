@@ -1,7 +1,7 @@
-"""Both products and all that follows them in one launch, for GPUs with 227 KB of shared memory.
+"""Both products and all that stands around them, for GPUs with 227 KB of shared memory.
 
-A program stays on each multiprocessor. All of them meet after either product, whose parts others
-take up; the labels are copied once.
+In one launch, where a program stays on each multiprocessor and all of them meet after either
+product, whose parts others take up; or in three.
 """
 
 import triton
@@ -91,6 +91,8 @@ def fused_kernel(
     PROGRAMS: tl.constexpr,
     STEP: tl.constexpr,
     PRODUCTS: tl.constexpr,
+    FIRST: tl.constexpr,
+    LAST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """From the hidden states of a token or two, or from prepare's rows and map, to the output.
@@ -103,12 +105,15 @@ def fused_kernel(
     TOKENS: the call's, where every route is a block of its own; 0 where prepare has put those of
     an expert together.
     STEP, PRODUCTS: ptx.step and ptx.products for x's type.
+    FIRST, LAST: of gate and up (0), down (1) and output (2) what this launch does.
     """
-    copy_labels(labels, layer)
-    wait_for_previous(PDL)
+    copy_labels(labels, layer, FIRST < 2)
+    if FIRST == 0:
+        wait_for_previous(PDL)
     if tl.program_id(0) == PROGRAMS - 1:  # which has the least to do
-        tl.store(arrivals + 1, 0)
-        if INPUTS > 0:
+        if FIRST < LAST:
+            tl.store(arrivals + 1, 0)
+        if (FIRST == 0) & (INPUTS > 0):
             _count_invalid(ids, expert_map, counts, num_ids, num_experts, TOKENS * TOPK, HAS_MAP)
     SINGLE: tl.constexpr = TOKENS > 0
     num_blocks = TOKENS * TOPK
@@ -116,56 +121,72 @@ def fused_kernel(
         num_blocks = tl.load(counts)
     tiles: tl.constexpr = (HIDDEN + COLUMNS - 1) // COLUMNS
     AT_ONCE: tl.constexpr = 32 // CHOICES if CHOICES > 4 else 8
-    total = num_blocks * HELD * (HIDDEN // 64)
-    position, end = share(total, PROGRAMS)
-    expert, route, words, there, n1, n2, n3 = first_step(
-        slab, ids, expert_map, block_experts, block_routes, position, end, total, num_ids,
-        num_experts, HIDDEN, BUNDLE, SLOT_STRIDE, HELD, HIDDEN // 64, False, UNIFORM, SINGLE,
-        HAS_MAP,
-    )  # fmt: skip
-    if INPUTS > 0:
-        make_rows(x, scales, rotated, HIDDEN, SCALE_ROWS, INPUTS, TOKENS)
-    await_labels()
-    products(
-        rotated, slab, labels, codes, ids, expert_map, block_experts, block_routes, gate_up,
-        layer, first_pair, matrix_rows, num_ids, num_experts, position, end, total, expert, route,
-        words, there, n1, n2, n3, HIDDEN, BUNDLE, SLOT_STRIDE, PAIRS, HELD, HIDDEN // 64, DIVISOR,
-        False, UNIFORM, SINGLE, HAS_MAP, STEP, PRODUCTS,
-    )  # fmt: skip
-    total = num_blocks * tiles * (4 * HELD)
-    position, end = share(total, PROGRAMS)
-    expert, route, words, there, n1, n2, n3 = first_step(
-        slab, ids, expert_map, block_experts, block_routes, position, end, total, num_ids,
-        num_experts, HIDDEN, BUNDLE, SLOT_STRIDE, tiles, 4 * HELD, True, UNIFORM, SINGLE, HAS_MAP,
-    )  # fmt: skip
-    touch_scales(slab, expert, position, end, HIDDEN, BUNDLE, SLOT_STRIDE, HELD)
-    # What does not depend on others is on its way while they are waited for, here and below.
-    of_middle, rows = block_rows(
-        ids, expert_map, block_experts, block_routes, position // (tiles * 4 * HELD), num_blocks,
-        num_ids, num_experts, SINGLE, HAS_MAP,
-    )  # fmt: skip
-    meet(arrivals, PROGRAMS)
-    make_middle(
-        gate_up, slab, activations, weights, ids, expert_map, block_experts, block_routes, middle,
-        position, end, num_blocks, of_middle, rows, num_ids, num_experts, HIDDEN, BUNDLE,
-        SLOT_STRIDE, HELD, tiles, BETA, LINEAR_BETA, WEIGH == "input", SINGLE, HAS_MAP, PROGRAMS,
-    )  # fmt: skip
-    products(
-        middle, slab, labels, codes, ids, expert_map, block_experts, block_routes, down,
-        layer, first_pair, 0, num_ids, num_experts, position, end, total, expert, route, words,
-        there, n1, n2, n3, HIDDEN, BUNDLE, SLOT_STRIDE, PAIRS, tiles, 4 * HELD, 1, True,
-        UNIFORM, SINGLE, HAS_MAP, STEP, PRODUCTS,
-    )  # fmt: skip
-    at = output_places(
-        tl.program_id(0), num_tokens, ids, expert_map, route_places, num_ids, num_experts, HIDDEN,
-        TOPK, CHOICES, AT_ONCE, SINGLE, HAS_MAP, PROGRAMS,
-    )  # fmt: skip
-    meet(arrivals + 1, PROGRAMS)
-    if tl.program_id(0) == 0:
-        tl.store(arrivals, 0)
-    make_output(
-        down, scales + 2 * SCALE_ROWS * HIDDEN, weights, ids, expert_map, block_experts,
-        route_places, out, at, num_tokens, num_blocks, num_ids, num_experts, HIDDEN,
-        SCALE_ROWS if BY_ROUTE else 1, tiles, 4 * HELD, TOPK, CHOICES, AT_ONCE,
-        WEIGH == "output", SINGLE, HAS_MAP, PROGRAMS,
-    )  # fmt: skip
+    programs = PROGRAMS
+    if FIRST == LAST:  # the loops are shorter so
+        programs = tl.num_programs(0)
+    if FIRST == 0:
+        total = num_blocks * HELD * (HIDDEN // 64)
+        position, end = share(total, programs)
+        expert, route, words, there, n1, n2, n3 = first_step(
+            slab, ids, expert_map, block_experts, block_routes, position, end, total, num_ids,
+            num_experts, HIDDEN, BUNDLE, SLOT_STRIDE, HELD, HIDDEN // 64, False, UNIFORM, SINGLE,
+            HAS_MAP,
+        )  # fmt: skip
+        if INPUTS > 0:
+            make_rows(x, scales, rotated, HIDDEN, SCALE_ROWS, INPUTS, TOKENS)
+        await_labels()
+        products(
+            rotated, slab, labels, codes, ids, expert_map, block_experts, block_routes, gate_up,
+            layer, first_pair, matrix_rows, num_ids, num_experts, position, end, total, expert,
+            route, words, there, n1, n2, n3, HIDDEN, BUNDLE, SLOT_STRIDE, PAIRS, HELD,
+            HIDDEN // 64, DIVISOR, False, UNIFORM, SINGLE, HAS_MAP, STEP, PRODUCTS,
+        )  # fmt: skip
+    if (FIRST <= 1) & (LAST >= 1):
+        total = num_blocks * tiles * (4 * HELD)
+        position, end = share(total, programs)
+        expert, route, words, there, n1, n2, n3 = first_step(
+            slab, ids, expert_map, block_experts, block_routes, position, end, total, num_ids,
+            num_experts, HIDDEN, BUNDLE, SLOT_STRIDE, tiles, 4 * HELD, True, UNIFORM, SINGLE,
+            HAS_MAP,
+        )  # fmt: skip
+        touch_scales(slab, expert, position, end, HIDDEN, BUNDLE, SLOT_STRIDE, HELD)
+        # What does not depend on others is on its way while they are waited for, here and below.
+        of_middle, rows = block_rows(
+            ids, expert_map, block_experts, block_routes, position // (tiles * 4 * HELD),
+            num_blocks, num_ids, num_experts, SINGLE, HAS_MAP,
+        )  # fmt: skip
+        if FIRST == 0:
+            meet(arrivals, PROGRAMS)
+        else:
+            wait_for_previous(PDL)
+        make_middle(
+            gate_up, slab, activations, weights, ids, expert_map, block_experts, block_routes,
+            middle, position, end, num_blocks, of_middle, rows, num_ids, num_experts, HIDDEN,
+            BUNDLE, SLOT_STRIDE, HELD, tiles, BETA, LINEAR_BETA, WEIGH == "input", SINGLE,
+            HAS_MAP, PROGRAMS,
+        )  # fmt: skip
+        if FIRST == 1:
+            await_labels()
+        products(
+            middle, slab, labels, codes, ids, expert_map, block_experts, block_routes, down,
+            layer, first_pair, 0, num_ids, num_experts, position, end, total, expert, route, words,
+            there, n1, n2, n3, HIDDEN, BUNDLE, SLOT_STRIDE, PAIRS, tiles, 4 * HELD, 1, True,
+            UNIFORM, SINGLE, HAS_MAP, STEP, PRODUCTS,
+        )  # fmt: skip
+    if LAST == 2:
+        at = output_places(
+            tl.program_id(0), num_tokens, ids, expert_map, route_places, num_ids, num_experts,
+            HIDDEN, TOPK, CHOICES, AT_ONCE, SINGLE, HAS_MAP, PROGRAMS,
+        )  # fmt: skip
+        if FIRST < 2:
+            meet(arrivals + 1, PROGRAMS)
+            if tl.program_id(0) == 0:
+                tl.store(arrivals, 0)
+        else:
+            wait_for_previous(PDL)
+        make_output(
+            down, scales + 2 * SCALE_ROWS * HIDDEN, weights, ids, expert_map, block_experts,
+            route_places, out, at, num_tokens, num_blocks, num_ids, num_experts, HIDDEN,
+            SCALE_ROWS if BY_ROUTE else 1, tiles, 4 * HELD, TOPK, CHOICES, AT_ONCE,
+            WEIGH == "output", SINGLE, HAS_MAP, PROGRAMS,
+        )  # fmt: skip

@@ -21,8 +21,9 @@ NORM = tl.constexpr(0.08838834764831845)  # 1 / sqrt(128)
 
 
 @triton.jit
-def copy_labels(labels, layer, COPY: tl.constexpr = _COPY):
-    """Start copying the 3-bit labels to where dynamic shared memory begins.
+def copy_labels(labels, layer, WANTED: tl.constexpr = True, COPY: tl.constexpr = _COPY):
+    """Start copying the 3-bit labels to where dynamic shared memory begins, if wanted; else just
+    have that memory.
 
     labels: [3, 65536], of one byte or two; 64 or 128 KiB of shared memory.   COPY: ptx.copy.
     """
@@ -33,7 +34,7 @@ def copy_labels(labels, layer, COPY: tl.constexpr = _COPY):
         words = labels.to(tl.pointer_type(tl.int32))
         kept = tl.gather(tl.load(words + place), tl.load(words + place + 1) & (16384 * size - 1), 0)
         tl.store(words + place, kept)
-    for start in tl.static_range(0, 4 * size):
+    for start in tl.static_range(0, 4 * size if WANTED else 0):
         source = labels + STATES + (start * 1024 + thread) * (16 // size)
         target = (start * 1024 + thread) * 16
         tl.inline_asm_elementwise(

@@ -35,14 +35,19 @@ def _float(value: float) -> str:
     return "0f{:08X}".format(*struct.unpack("<I", struct.pack("<f", value)))
 
 
-def state(words: Sequence[str], target: str, number: int, shift: int) -> str:
-    """The state of a weight of the group, shifted left by `shift`, with other bits around it."""
+def state(
+    words: Sequence[str], target: str, number: int, shift: int, before: int = 0
+) -> str:
+    """The state of a weight of the group, shifted left by `shift`, with other bits around it.
+
+    before: of how many weights before it the states are there too, each 3 bits above the next.
+    """
     end = 32 + 3 * (number + 1)  # of its last bit, from the word before the group on
     word = (end - 1) // 32
     below = 32 * (word + 1) - end - shift
     if below < 0:
         return f"shl.b32 {target},{words[word]},{-below};"
-    if below + shift <= 16:
+    if below + shift + 16 + 3 * before <= 32:
         return f"shr.u32 {target},{words[word]},{below};"
     return f"shf.r.wrap.b32 {target},{words[word]},{words[word - 1]},{below};"
 
@@ -50,18 +55,20 @@ def state(words: Sequence[str], target: str, number: int, shift: int) -> str:
 def arithmetic(words: Sequence[str], number: int) -> list[str]:
     """The labels of weights number and number + 1 in the register `pair`, lower byte first.
 
-    Both ranks are computed in one register, and the labels from them.
+    Both ranks are computed in one register, and the labels from them. Of what a GPU does the
+    integer operations are the most, but for products: so what a product can do is one.
     """
     steps = [
         _ARITHMETIC_REGISTERS,
-        state(words, "high", number, 0),
-        state(words, "low", number + 1, 0),
-        "prmt.b32 both,high,low,0x1054;",
+        state(words, "low", number + 1, 0, before=1),
+        "shl.b32 high,low,13; lop3.b32 both,high,low,0xFFFF0000,0xE4;",
         "shr.u32 mixed,both,14; and.b32 mixed,mixed,0x00030003;",
         "shr.u32 more,both,3; lop3.b32 mixed,more,0x1FFF1FFF,mixed,0x6A;",
         "shl.b32 more,mixed,11; lop3.b32 mixed,mixed,more,0x18001800,0x78;",
         "shr.u32 product,mixed,16; mad.lo.u32 product,product,0x3FA7D929,0xC928FD8E;",
-        "and.b32 other,mixed,0xFFFF; mad.lo.u32 other,other,0x3FA7D929,0xC928FD8E;",
+        # Of the lower half: that of both, without 65536 times that of the upper one.
+        f"mad.lo.u32 other,mixed,0x3FA7D929,{0xC928FD8E * 65537 & 0xFFFFFFFF:#X};",
+        "mad.lo.u32 other,product,0xFFFF0000,other;",
         "prmt.b32 lower,product,other,0x5410; prmt.b32 upper,product,other,0x7632;",
         "brev.b32 rank,both; lop3.b32 rank,rank,upper,0xE000E000,0x28;",
         "lop3.b32 rank,lower,0x1FF01FF0,rank,0xEA;",

@@ -116,7 +116,7 @@ def test_all_launches(monkeypatch, tokens, activation, capability, dtype):
     is_sm_90 = capability == (9, 0)
     machine = interpret(monkeypatch, capability)
     monkeypatch.setattr(moe_decode, "ways", lambda _device: (is_sm_90, False))
-    monkeypatch.setattr(moe_decode, "is_small", lambda *_: False)
+    monkeypatch.setattr(moe_decode, "MAX_TOPK", 1)  # no routes in one launch or three
     if not is_sm_90:
         way = (module.quantized_product, torch.uint8)
         monkeypatch.setattr(moe_decode, "a8_product", lambda *_: way)
@@ -131,24 +131,28 @@ def test_all_launches(monkeypatch, tokens, activation, capability, dtype):
     check_guards(workspace)
 
 
-@pytest.fixture
-def one_program(monkeypatch):
-    """Have small calls go in one launch of one program, which has nobody to wait for."""
+@pytest.fixture(params=[1, 3])
+def programs(monkeypatch, request):
+    """Have calls of few routes go in one launch of one program, which has nobody to wait for, or in
+    three launches of several, where nobody waits for others.
+    """
     warps.interpret(monkeypatch, product.kernel)
     monkeypatch.setattr(moe_decode, "ways", lambda _device: (True, False))
+    monkeypatch.setattr(fused, "MAX_WEIGHTS", (1 << 27) if request.param == 1 else 0)
     launched = warps.Launched(fused.fused_kernel, product.SHARED_BYTES)
     monkeypatch.setattr(fused, "fused_kernel", launched)
+    return request.param
 
 
-def check_one_launch(layer, x, ids, weights, named, bound=BOUND[HALF], **options):
+def check_fused(programs, layer, x, ids, weights, named, bound=BOUND[HALF], **options):
     """Against the reference with `named`, ids all of which name an expert or are -1."""
-    workspace = poisoned(layer, ids.shape[1], HALF, tokens=len(ids), programs=1)
+    workspace = poisoned(layer, ids.shape[1], HALF, tokens=len(ids), programs=programs)
     out = torch.full_like(x, float("nan"))
     moe_decode.moe_decode(x, layer, ids, weights, workspace, out, **options)
     options.pop("expert_map", None)
     expected = moe_forward_reference(x.float(), layer, named, weights, **options)
     assert error(out, expected) < bound
-    assert workspace.arrivals.tolist() == [0, 1]
+    assert workspace.arrivals.tolist() == ([0, 1] if programs == 1 else [0, 0])
     check_guards(workspace)
     return workspace
 
@@ -167,30 +171,30 @@ def check_one_launch(layer, x, ids, weights, named, bound=BOUND[HALF], **options
     ],
     ids=str,
 )
-def test_one_launch(one_program, tokens, on_input, options):
+def test_fused(programs, tokens, on_input, options):
     geometry = Geometry(640, 768 if "slots" in options else 256, 3)
     layer = random_layer(geometry, torch.device("cpu"), **options)
     x, ids, weights = inputs(layer, tokens, 3, HALF)
     ids[-1, 1] = -1
-    check_one_launch(layer, x, ids, weights, ids, weight_on_input=on_input)
+    check_fused(programs, layer, x, ids, weights, ids, weight_on_input=on_input)
 
 
-def test_one_launch_of_more_routes_than_experts(one_program):
+def test_fused_of_more_routes_than_experts(programs):
     """And of ids that name none."""
     layer = random_layer(Geometry(128, 256, 2), torch.device("cpu"))
     x, _, _ = inputs(layer, 2, 2, HALF)
     ids = torch.tensor([[0, 1, -1, 0, 1, 1, -1, 0, 2**33], [1, 0, -(2**40), 0, 1, -1, 0, 2, 0]])
     weights = torch.rand(2, 9, generator=torch.Generator().manual_seed(0))
     named = torch.where((ids < 0) | (ids > 1), -1, ids)
-    workspace = check_one_launch(layer, x, ids, weights, named, 1.2 * BOUND[HALF])
+    workspace = check_fused(programs, layer, x, ids, weights, named, 1.2 * BOUND[HALF])
     assert workspace.invalid_routes() == 3
 
 
-def test_one_launch_with_a_map(one_program):
+def test_fused_with_a_map(programs):
     layer = random_layer(Geometry(256, 256, 3), torch.device("cpu"), sides="two")
     x, _, weights = inputs(layer, 2, 3, HALF)
     ids = torch.tensor([[1, 3, 6], [6, 2, 9]], dtype=torch.int32)
     expert_map = torch.tensor([-1, 2, 5, -1, 0, 1, 1], dtype=torch.int32)
     named = torch.tensor([[2, -1, 1], [1, -1, -1]])
-    workspace = check_one_launch(layer, x, ids, weights, named, expert_map=expert_map)
+    workspace = check_fused(programs, layer, x, ids, weights, named, expert_map=expert_map)
     assert workspace.invalid_routes() == 2

@@ -17,11 +17,11 @@ def _by_table(number: int, target: str, words: Sequence[str] = WORDS) -> str:
     """Weights number and number + 1, packed, from the labels in shared memory."""
     reads = [
         f"{state(words, place, number + i, 1)} and.b32 {place},{place},0x1FFFE; "
-        f"ld.shared.b16 {label},[{place}+{LABELS}];"
+        f"ld.shared.u16 {label},[{place}+{LABELS}];"
         for i, (place, label) in enumerate((("sa", "la"), ("sb", "lb")))
     ]
-    registers = ".reg .b32 sa,sb; .reg .b16 la,lb;"
-    return f"{{ {registers} {' '.join(reads)} mov.b32 {target},{{la,lb}}; }}"
+    registers = ".reg .b32 sa,sb,la,lb;"
+    return f"{{ {registers} {' '.join(reads)} mad.lo.u32 {target},lb,65536,la; }}"
 
 
 def _by_arithmetic(

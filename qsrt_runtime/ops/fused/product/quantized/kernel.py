@@ -143,7 +143,7 @@ def quantized_kernel(
     PDL: tl.constexpr,
 ):
     """As product_kernel; x and exponents as plain_kernel's.   COPY, STEP: ptx.copy, ptx.step."""
-    copy_labels(labels, layer, COPY)
+    copy_labels(labels, layer, COPY=COPY)
     # Of gate and up of several tokens the launch before makes the map; else it is there.
     if not (SINGLE or DOWN):
         wait_for_previous(PDL)
