@@ -12,7 +12,7 @@ from qsrt_runtime.launching import check_call, check_compiled, compiled, ways
 from qsrt_runtime.ops.activate import activate
 from qsrt_runtime.ops.combine import combine
 from qsrt_runtime.ops.expert_gemm import expert_gemm
-from qsrt_runtime.ops.fused import MAX_TOPK, fused, makes_rows
+from qsrt_runtime.ops.fused import fused, launches, makes_rows
 from qsrt_runtime.ops.fused.product import product
 from qsrt_runtime.ops.fused.product.quantized import quantized_product
 from qsrt_runtime.ops.fused.product.wide import wide
@@ -104,7 +104,7 @@ def _launch(
     tokens = len(topk_ids)
     by_warps, pdl = ways(x.device)
     few = tokens <= FEW_TOKENS
-    if by_warps and few and layer.labels is None and topk_ids.shape[1] <= MAX_TOPK:
+    if by_warps and few and layer.labels is None and launches(layer, topk_ids):
         if not makes_rows(layer, topk_ids):
             prepare(x, layer, topk_ids, expert_map, workspace, pdl)
         fused(x, layer, topk_ids, expert_map, topk_weights, weight_on_input, workspace, out, pdl)

@@ -8,7 +8,7 @@ from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.mxfp8 import BLOCK
 
 MAX_TOKENS = 1024  # of one call of moe_decode
-FEW_TOKENS = 16  # whose routes are mapped without atomics, and who may go in one launch
+FEW_TOKENS = 16  # whose routes are mapped without atomics, and who may go by ops.fused
 ALONE_TOKENS = 2  # up to which one launch takes every route for itself
 PLACES = 8  # routes of a block, which share a decoded weight
 MANY_PLACES = 32  # where experts have more rows

@@ -41,7 +41,7 @@ from qsrt_runtime.ops.grouped_gemm.ptx import convert
 from qsrt_runtime.ops.label_gemm import ptx as labels_ptx
 from qsrt_runtime.ops.label_gemm.kernel import label_gemm_kernel
 from qsrt_runtime.ops.prepare.kernel import prepare_kernel
-from qsrt_runtime.ops.warps.ptx import copy
+from qsrt_runtime.ops.warps.ptx import BY_ARITHMETIC, copy
 
 GEOMETRY = Geometry(1024, 512, 64)
 TYPES = {
@@ -73,14 +73,20 @@ COMMON = {
     "PLACES": 8,
     "QUANTIZED": False,
 }
+# Tokens that are not grouped, and what a launch does, first and last.
+FUSED = [(tokens, 0, 2) for tokens in range(3)]
+FUSED += [(tokens, stage, stage) for tokens in range(2) for stage in range(3)]
+FUSED_PAIRS = (BY_ARITHMETIC[5], (1, 5, 9, 13), BY_ARITHMETIC[4])
 CAPABILITIES = {  # others' are 80 and 90
-    **dict.fromkeys(("product", "wide", *(f"fused_{n}" for n in range(3))), (90,)),
+    **dict.fromkeys(("product", "product_several", "wide"), (90,)),
+    **{"fused_{}_{}{}".format(*each): (90,) for each in FUSED},
     **dict.fromkeys(("expand_warps", "expand_warps_uniform"), (90,)),
     **dict.fromkeys(("prepare_a8", "activate_a8", "plain_a8"), (89, 90)),
     **dict.fromkeys(("prepare_a8_numbers", "activate_a8_numbers"), (90,)),
     **dict.fromkeys(("quantized", "quantized_down"), (89, 90)),
 }
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+PRODUCTS = ptx.products(True)
 GEMM = {"TILES": 2, "STEPS": 16, "DIVISOR": 1, "DOWN": False}
 KERNELS = {
     "prepare": (prepare_kernel, {"INPUTS": 2, "BLOCKS": 2, "ROUTES": 256}, {}, 4),
@@ -115,7 +121,7 @@ KERNELS = {
         expand_warps_kernel,
         {
             **{"ROWS": 1024, "TILES": 2, "STEPS": 16, "DOWN": False, "UNIFORM": True},
-            "GROUP": group(4),
+            "GROUP": group(BY_ARITHMETIC[4]),
             "BESIDE": True,
         },
         {"labels": "*u8", "out": "*u8"},
@@ -125,7 +131,7 @@ KERNELS = {
         expand_warps_kernel,
         {
             **{"ROWS": 1024, "TILES": 2, "STEPS": 16, "DOWN": False, "UNIFORM": False},
-            "GROUP": group(4),
+            "GROUP": group(BY_ARITHMETIC[4]),
             "BESIDE": True,
         },
         {"labels": "*u8", "out": "*u8"},
@@ -173,17 +179,21 @@ KERNELS = {
     ),
     "combine_routes": (combine_routes_kernel, {}, {"out": "*bf16", "sums": "*bf16"}, 4),
     "plain": (plain_kernel, {**GEMM, "UNIFORM": False, "WIDTH": 128}, {"out": "*fp32"}, 8),
-    "product": (
-        product_kernel,
-        {**GEMM, "UNIFORM": True, "STEP": ptx.step(4, True), "PRODUCTS": ptx.products(True)},
-        {"out": "*fp32"},
-        32,
-    ),
+    **{
+        name: (
+            product_kernel,
+            {**GEMM, "UNIFORM": True, "STEP": ptx.step(pairs, True), "PRODUCTS": PRODUCTS},
+            {"out": "*fp32"},
+            32,
+        )
+        for name, pairs in (("product", BY_ARITHMETIC[4]), ("product_several", BY_ARITHMETIC[5]))
+    },
     "wide": (
         wide_kernel,
         {
             **{"TILES": 2, "STEPS": 16, "DIVISOR": 8, "DOWN": False, "PLACES": 32},
-            **{"STEP2": ptx.wide_step(4, True, 2), "STEP4": ptx.wide_step(4, True, 4)},
+            **{"STEP2": ptx.wide_step(BY_ARITHMETIC[4], True, 2)},
+            **{"STEP4": ptx.wide_step(BY_ARITHMETIC[4], True, 4)},
         },
         {"out": "*fp32"},
         32,
@@ -240,19 +250,19 @@ KERNELS = {
         32,
     ),
     **{
-        f"fused_{tokens}": (
+        f"fused_{tokens}_{first}{last}": (
             fused_kernel,
             {
                 **{"HELD": 2, "DIVISOR": 16, "CHOICES": 16, "UNIFORM": True, "TOKENS": tokens},
-                **{"FIRST": 0, "LAST": 2},
+                **{"FIRST": first, "LAST": last},
                 **{"INPUTS": 2 if tokens else 0, "BY_ROUTE": not tokens},
                 **{"BETA": 4.0, "LINEAR_BETA": 25.0, "WEIGH": "output"},
-                **{"STEP": ptx.step(4, True), "PRODUCTS": ptx.products(True)},
+                **{"STEP": ptx.step(FUSED_PAIRS[tokens], True), "PRODUCTS": PRODUCTS},
             },
             {"out": "*bf16", "middle": "*bf16", "gate_up": "*fp32", "down": "*fp32"},
             32,
         )
-        for tokens in (0, 1, 2)
+        for tokens, first, last in FUSED
     },
 }
 
@@ -261,7 +271,7 @@ def compiled(name: str, capability: int) -> dict[str, object]:
     """Shared memory, registers' spills and stores to shared memory of one kernel."""
     kernel, constants, types, warps = KERNELS[name]
     labels = quantized_ptx.LABELS.get(divmod(capability, 10), 0)
-    by_bytes = {"COPY": copy(labels), "STEP": quantized_ptx.step(4, labels)}
+    by_bytes = {"COPY": copy(labels), "STEP": quantized_ptx.step(BY_ARITHMETIC[4], labels)}
     constants = COMMON | by_bytes | constants | {"PDL": capability >= 90}
     names = kernel.arg_names
     types = {"slab": "*i32"} | TYPES | types

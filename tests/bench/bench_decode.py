@@ -29,9 +29,9 @@ from qsrt_runtime.moe_reference import moe_forward_reference
 from qsrt_runtime.ops import fused
 from qsrt_runtime.ops.expert_gemm import expert_gemm
 from qsrt_runtime.ops.fused import product
-from qsrt_runtime.ops.fused.product import ptx
 from qsrt_runtime.ops.fused.product.quantized import quantized_product
 from qsrt_runtime.ops.fused.product.quantized.ptx import LABELS
+from qsrt_runtime.ops.warps.ptx import BY_ARITHMETIC
 from qsrt_runtime.weights import LayerWeights, traits_of
 from qsrt_runtime.workspace import Workspace, make_workspace
 
@@ -42,6 +42,12 @@ SHAPES = {  # H, I, E, top-k
     "mixtral": (4096, 14336, 8, 2),
 }
 DEVICE = torch.device("cuda")
+PATTERNS = (*BY_ARITHMETIC.values(), (0, 4, 8, 12), (1, 5, 9, 13), (2, 6, 10, 14))
+LAUNCHES = {
+    "one launch": {"MAX_WEIGHTS": 1 << 62, "MOST_WEIGHTS": 1 << 62},
+    "three": {"MAX_WEIGHTS": 0, "MOST_WEIGHTS": 1 << 62},
+    "five": {"MAX_WEIGHTS": 0, "MOST_WEIGHTS": 0},
+}
 REPEATS = 15
 Call = Callable[[], object]
 
@@ -204,20 +210,20 @@ def compile_all(name: str) -> None:
 
 
 def bench_variants(name: str, tokens: list[int]) -> None:
-    """What ARITHMETIC and MAX_WEIGHTS were chosen by, and what overlap and warps gain."""
+    """What arithmetic_pairs and launches were chosen by, and what overlap and warps gain."""
     hidden, intermediate, experts, topk = SHAPES[name]
     geometry = Geometry(hidden, intermediate, experts)
     layer = random_layer(geometry)
     workspace = make_workspace(geometry, topk, 16, torch.bfloat16, DEVICE)
     for count in tokens:
         found = []
-        for share in (2, 3, 4, 5):
-            fused.step = product.step = partial(ptx.step, share)
-            us = graph_us(calls_of(layer, topk, workspace, count), 7)
-            found.append(f"{share} of 16 by arithmetic {us:.1f}")
-        fused.step = product.step = partial(ptx.step, product.ARITHMETIC)
-        for limit, what in ((0, "several launches"), (1 << 62, "one launch")):
-            with patch.object(fused, "MAX_WEIGHTS", limit):
+        for pairs in PATTERNS:
+            chosen = {"arithmetic_pairs": lambda *_, pairs=pairs: pairs}
+            with patch.multiple(fused, **chosen), patch.multiple(product, **chosen):
+                us = graph_us(calls_of(layer, topk, workspace, count), 7)
+            found.append(f"pairs {','.join(map(str, pairs))} by arithmetic {us:.1f}")
+        for what, limits in LAUNCHES.items():
+            with patch.multiple(fused, **limits):
                 us = graph_us(calls_of(layer, topk, workspace, count), 7)
             found.append(f"{what} {us:.1f}")
         with patch.object(decode, "ways", lambda _device: (True, False)):
@@ -243,9 +249,9 @@ def bench_a8(name: str, tokens: list[int]) -> None:
     for count in tokens:
         us = graph_us(calls_of(layer, topk, workspace, count))
         found = [f"W4A16 {us:.1f} us"]
-        with patch.object(fused, "MAX_WEIGHTS", 0):
+        with patch.multiple(fused, **LAUNCHES["five"]):
             us = graph_us(calls_of(layer, topk, workspace, count))
-        found.append(f"in several launches {us:.1f}")
+        found.append(f"in five launches {us:.1f}")
         for what, way in ways.items():
             with patch.object(decode, "a8_product", lambda *_, way=way: way):
                 error = check(layer, topk, workspace, count, torch.bfloat16, "a8")

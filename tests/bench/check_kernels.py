@@ -26,16 +26,21 @@ from qsrt_runtime.ops.fused.product.quantized import quantized_product
 from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import FEW_TOKENS, make_prefill_workspace
 
-# Weights up to which there is one launch, by warps, dependent launches.
-WAYS = ((1 << 27, (True, True)), (0, (True, True)), (0, (False, False)))
+# Weights up to which there are one launch and three, by warps, dependent launches.
+WAYS = (
+    ((1 << 27, 1 << 30), (True, True)),
+    ((0, 1 << 30), (True, True)),
+    ((0, 0), (True, True)),
+    ((0, 0), (False, False)),
+)
 
 
 def check_decode(layer: LayerWeights, tokens: int) -> None:
     x, ids, weights = inputs(layer, tokens, 3, BFLOAT)
     ids[-1, 1] = -1
     expected = moe_forward_reference(x.float(), layer, ids, weights)
-    for limit, ways in WAYS:
-        fused.MAX_WEIGHTS = limit
+    for limits, ways in WAYS:
+        fused.MAX_WEIGHTS, fused.MOST_WEIGHTS = limits
         decode.ways = lambda _device, ways=ways: ways
         out = torch.empty_like(x)
         workspace = poisoned(layer, 3, BFLOAT, max(tokens, 16))

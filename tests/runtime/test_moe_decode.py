@@ -682,8 +682,9 @@ def test_the_ways_agree(monkeypatch, tokens, codes, sides):
     x, ids, weights = inputs(layer, tokens, 3, BFLOAT)
     ids[-1, 1] = -1
     one_launch = check(x, layer, ids, weights)
-    monkeypatch.setattr(fused, "MAX_WEIGHTS", 0)
-    assert error(check(x, layer, ids, weights), one_launch.float()) < BOUND[BFLOAT]
+    for limit in ("MAX_WEIGHTS", "MOST_WEIGHTS"):  # three launches, and five
+        monkeypatch.setattr(fused, limit, 0)
+        assert error(check(x, layer, ids, weights), one_launch.float()) < BOUND[BFLOAT]
     monkeypatch.setattr(module, "ways", lambda _device: (False, False))
     assert error(check(x, layer, ids, weights), one_launch.float()) < BOUND[BFLOAT]
 
@@ -710,8 +711,10 @@ def test_the_ways_of_quantized_rows_agree(monkeypatch, tokens, codes, sides, dty
 
 
 @GPU
-def test_one_launch_of_many_rounds():
+@pytest.mark.parametrize("most", [0, 1 << 30], ids=["three", "one"])
+def test_fused_of_many_rounds(monkeypatch, most):
     """More records, and more channels of the output, than the warps of all programs."""
+    monkeypatch.setattr(fused, "MAX_WEIGHTS", most)
     layer = on_gpu(Geometry(2048, 4096, 3), codes=[0, 0x11, 0])
     x, ids, weights = inputs(layer, 5, 2, BFLOAT)
     ids[:, 0] = 1

@@ -4,21 +4,26 @@ import torch
 
 from qsrt_runtime.format.manifest import SITU_BETA, SITU_LINEAR_BETA
 from qsrt_runtime.ops.fused.kernel import fused_kernel
-from qsrt_runtime.ops.fused.product import SHARED_BYTES, products, step
+from qsrt_runtime.ops.fused.product import SHARED_BYTES, arithmetic_pairs, products, step
 from qsrt_runtime.ops.launch import dependent, labels
 from qsrt_runtime.ops.warps import check_shared
 from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import ALONE_TOKENS, Workspace
 
 MAX_TOPK = 32  # a warp each
-# Of a call's routes; on an H200 1.0e8 gain by one launch, 1.5e8 lose (bench_decode.py --variants).
-MAX_WEIGHTS = 1 << 27
+# Weights of a call's routes up to which one launch is best, and three (bench_decode.py --variants).
+# On an H200 one gains at 2.5e7 and loses at 3.8e7; three gain at 7.0e8 and lose at 1.2e9.
+MAX_WEIGHTS, MOST_WEIGHTS = 1 << 25, 1 << 30
+MAX_ROWS = 4096  # channels of the rows that each program makes, a round of its warps
 
 
-def is_small(layer: LayerWeights, topk_ids: torch.Tensor) -> bool:
-    """Whether a call is quicker in one launch than in three."""
+def launches(layer: LayerWeights, topk_ids: torch.Tensor) -> int:
+    """In how many launches a call is quickest: 1 or 3, see fused_kernel; or 0, by others."""
     geometry = layer.geometry
-    return 3 * geometry.hidden * geometry.intermediate * topk_ids.numel() <= MAX_WEIGHTS
+    weights = 3 * geometry.hidden * geometry.intermediate * topk_ids.numel()
+    if topk_ids.shape[1] > MAX_TOPK or weights > MOST_WEIGHTS:
+        return 0
+    return 1 if weights <= MAX_WEIGHTS else 3
 
 
 def makes_rows(layer: LayerWeights, topk_ids: torch.Tensor) -> bool:
@@ -27,8 +32,10 @@ def makes_rows(layer: LayerWeights, topk_ids: torch.Tensor) -> bool:
     An expert of both of two tokens is decoded twice then, which costs more than prepare where
     experts are large.
     """
-    alone = ALONE_TOKENS if is_small(layer, topk_ids) else 1
-    return len(topk_ids) <= alone and layer.traits.inputs > 0
+    tokens = len(topk_ids)
+    most = ALONE_TOKENS if launches(layer, topk_ids) == 1 else 1
+    few = tokens <= most and tokens * layer.geometry.hidden <= MAX_ROWS
+    return few and layer.traits.inputs > 0
 
 
 def fused(
@@ -52,59 +59,59 @@ def fused(
     by_route = layer.traits.inputs == 0
     divisor = 1 if by_route else topk
     is_bfloat16, alone = out.dtype == torch.bfloat16, makes_rows(layer, topk_ids)
-    one = is_small(layer, topk_ids)
+    one = launches(layer, topk_ids) == 1
     for first, last in ((0, 2),) if one else ((0, 0), (1, 1), (2, 2)):
-      compiled = fused_kernel[(workspace.programs,)](
-        x,
-        workspace.rotated,
-        layer.atoms.view(torch.int32),
-        labels(out.dtype, out.device),
-        layer.format_codes,
-        layer.activations,
-        layer.shared_scales,
-        topk_weights,
-        topk_ids,
-        topk_ids if expert_map is None else expert_map,
-        workspace.counts,
-        workspace.arrivals,
-        workspace.block_experts,
-        workspace.block_routes,
-        workspace.route_places,
-        workspace.partial[0],
-        workspace.middle,
-        workspace.partial[1],
-        out,
-        layer.layer,
-        layer.slots.start // 8,
-        0 if layer.traits.inputs == 1 else tokens * topk // divisor,  # rows from gate's to up's
-        tokens,
-        experts if expert_map is None else len(expert_map),
-        experts,
-        HIDDEN=geometry.hidden,
-        BUNDLE=geometry.bundle_bytes,
-        SLOT_STRIDE=layer.atoms.shape[1],
-        PAIRS=geometry.pairs,
-        HELD=len(layer.slots) // 8,
-        DIVISOR=divisor,
-        TOPK=topk,
-        CHOICES=1 << (topk - 1).bit_length(),
-        SCALE_ROWS=layer.shared_scales.shape[1],
-        INPUTS=layer.traits.inputs if alone else 0,
-        BY_ROUTE=by_route,
-        BETA=SITU_BETA,
-        LINEAR_BETA=SITU_LINEAR_BETA,
-        WEIGH="input" if weight_on_input else "output",
-        UNIFORM=layer.traits.uniform,
-        TOKENS=tokens if alone or tokens == 1 else 0,
-        HAS_MAP=expert_map is not None,
-        PROGRAMS=workspace.programs,
-        STEP=step(is_bfloat16),
-        PRODUCTS=products(is_bfloat16),
-        FIRST=first,
-        LAST=last,
-        PDL=pdl,
-        num_warps=32,
-        launch_cooperative_grid=one,
-        **dependent(pdl),
-      )
-      check_shared(compiled.metadata.shared, SHARED_BYTES)
+        compiled = fused_kernel[(workspace.programs,)](
+            x,
+            workspace.rotated,
+            layer.atoms.view(torch.int32),
+            labels(out.dtype, out.device),
+            layer.format_codes,
+            layer.activations,
+            layer.shared_scales,
+            topk_weights,
+            topk_ids,
+            topk_ids if expert_map is None else expert_map,
+            workspace.counts,
+            workspace.arrivals,
+            workspace.block_experts,
+            workspace.block_routes,
+            workspace.route_places,
+            workspace.partial[0],
+            workspace.middle,
+            workspace.partial[1],
+            out,
+            layer.layer,
+            layer.slots.start // 8,
+            0 if layer.traits.inputs == 1 else tokens * topk // divisor,  # rows from gate's to up's
+            tokens,
+            experts if expert_map is None else len(expert_map),
+            experts,
+            HIDDEN=geometry.hidden,
+            BUNDLE=geometry.bundle_bytes,
+            SLOT_STRIDE=layer.atoms.shape[1],
+            PAIRS=geometry.pairs,
+            HELD=len(layer.slots) // 8,
+            DIVISOR=divisor,
+            TOPK=topk,
+            CHOICES=1 << (topk - 1).bit_length(),
+            SCALE_ROWS=layer.shared_scales.shape[1],
+            INPUTS=layer.traits.inputs if alone else 0,
+            BY_ROUTE=by_route,
+            BETA=SITU_BETA,
+            LINEAR_BETA=SITU_LINEAR_BETA,
+            WEIGH="input" if weight_on_input else "output",
+            UNIFORM=layer.traits.uniform,
+            TOKENS=tokens if alone or tokens == 1 else 0,
+            HAS_MAP=expert_map is not None,
+            PROGRAMS=workspace.programs,
+            STEP=step(arithmetic_pairs(layer, topk_ids), is_bfloat16),
+            PRODUCTS=products(is_bfloat16),
+            FIRST=first,
+            LAST=last,
+            PDL=pdl,
+            num_warps=32,
+            launch_cooperative_grid=one,
+            **dependent(pdl),
+        )
+        check_shared(compiled.metadata.shared, SHARED_BYTES)

@@ -7,13 +7,13 @@ import struct
 from collections.abc import Sequence
 
 LABELS = 1024  # where dynamic shared memory begins on sm_90, and the labels in it
-# Which pairs are decoded by arithmetic while the others' labels are read from shared memory, by
-# their number; spread out, so that both ways are busy at any time.
+# Which of a lane's 16 pairs are decoded by arithmetic while the others' labels are read from shared
+# memory, by their number; spread out, so that both ways are busy at any time.
 BY_ARITHMETIC = {
     2: (3, 11),
     3: (3, 8, 13),
     4: (3, 7, 11, 15),
-    5: (0, 3, 6, 9, 12),
+    5: (3, 6, 9, 12, 15),
 }
 # Inverse of the normal distribution: with u in (-1, 1) and w = log2(_ONE - u^2) a label is u P(w)
 # rounded to E4M3, for every 12-bit rank. Found by linear programming over P for each _ONE; what is
@@ -35,9 +35,7 @@ def _float(value: float) -> str:
     return "0f{:08X}".format(*struct.unpack("<I", struct.pack("<f", value)))
 
 
-def state(
-    words: Sequence[str], target: str, number: int, shift: int, before: int = 0
-) -> str:
+def state(words: Sequence[str], target: str, number: int, shift: int, before: int = 0) -> str:
     """The state of a weight of the group, shifted left by `shift`, with other bits around it.
 
     before: of how many weights before it the states are there too, each 3 bits above the next.

@@ -8,11 +8,12 @@ from qsrt_runtime.ops.expand.warps import ptx
 from qsrt_runtime.ops.expand.warps.kernel import expand_warps_kernel
 from qsrt_runtime.ops.launch import labels
 from qsrt_runtime.ops.warps import check_shared
+from qsrt_runtime.ops.warps.ptx import BY_ARITHMETIC
 from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import COLUMNS
 
 SHARED_BYTES = 65536  # of the labels of 3 bits
-ARITHMETIC = 4  # of a lane's 16 pairs
+ARITHMETIC = BY_ARITHMETIC[4]
 
 
 def expand_warps(

@@ -1,6 +1,8 @@
 """PTX of a lane's group of 32 weights at 3 bits to eight words of labels."""
 
-from qsrt_runtime.ops.warps.ptx import BY_ARITHMETIC, LABELS, arithmetic, state
+from collections.abc import Sequence
+
+from qsrt_runtime.ops.warps.ptx import LABELS, arithmetic, state
 
 _WORDS = ("$8", "$9", "$10", "$11")
 
@@ -19,15 +21,15 @@ def _by_arithmetic(number: int, target: str) -> str:
     return f"{{ {' '.join(arithmetic(_WORDS, number))} cvt.u32.u16 {target},pair; }}"
 
 
-def group(computed: int) -> str:
+def group(computed: Sequence[int]) -> str:
     """Words $8..$11 to the labels $0..$3 of column g and $4..$7 of column g + 8.
 
-    computed: how many of its 16 pairs, a key of BY_ARITHMETIC.
+    computed: those of its 16 pairs whose labels are computed.
     """
     body = []
     for word in range(8):  # in the path's order: column g, then g + 8, of each four rows
         for pair, target in ((2 * word, "p0"), (2 * word + 1, "p1")):
-            by = _by_arithmetic if pair in BY_ARITHMETIC[computed] else _by_table
+            by = _by_arithmetic if pair in computed else _by_table
             body.append(by(2 * pair, target))
         body.append(f"prmt.b32 r{word},p0,p1,0x5410;")
     results = [f"mov.b32 ${word // 2 + 4 * (word % 2)},r{word};" for word in range(8)]

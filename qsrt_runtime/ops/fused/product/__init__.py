@@ -8,11 +8,22 @@ from qsrt_runtime.ops.fused.product import ptx
 from qsrt_runtime.ops.fused.product.kernel import product_kernel
 from qsrt_runtime.ops.launch import dependent, labels
 from qsrt_runtime.ops.warps import check_shared
+from qsrt_runtime.ops.warps.ptx import BY_ARITHMETIC
 from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import COLUMNS, Workspace
 
 SHARED_BYTES = 131072  # of the labels of 3 bits
-ARITHMETIC = 4  # of a lane's 16 pairs; best of 2 to 5 on an H200
+
+
+def arithmetic_pairs(layer: LayerWeights, topk_ids: torch.Tensor) -> tuple[int, ...]:
+    """Which of a lane's pairs are decoded by arithmetic; of those tried on an H200 the best.
+
+    Where blocks have several routes, loading their rows leaves less room for reading labels.
+    """
+    if len(topk_ids) == 1:
+        return (1, 5, 9, 13)
+    several = topk_ids.numel() >= 2 * layer.geometry.experts
+    return BY_ARITHMETIC[5 if several else 4]
 
 
 def product(
@@ -58,7 +69,7 @@ def product(
         UNIFORM=layer.traits.uniform,
         SINGLE=len(topk_ids) == 1,
         HAS_MAP=expert_map is not None,
-        STEP=step(rows.dtype == torch.bfloat16),
+        STEP=step(arithmetic_pairs(layer, topk_ids), rows.dtype == torch.bfloat16),
         PRODUCTS=products(rows.dtype == torch.bfloat16),
         PDL=pdl,
         num_warps=32,
@@ -67,5 +78,5 @@ def product(
     check_shared(compiled.metadata.shared, SHARED_BYTES)
 
 
-step = functools.cache(functools.partial(ptx.step, ARITHMETIC))
+step = functools.cache(ptx.step)
 products = functools.cache(ptx.products)

@@ -8,7 +8,7 @@ mma.m16n8k16 whose B fragments are the rows in fragment order. All for 3 bits.
 from collections.abc import Sequence
 from functools import partial
 
-from qsrt_runtime.ops.warps.ptx import BY_ARITHMETIC, LABELS, arithmetic, state
+from qsrt_runtime.ops.warps.ptx import LABELS, arithmetic, state
 
 WORDS = ("$4", "$5", "$6", "$7")  # the word before the group, and the group's three
 
@@ -54,17 +54,17 @@ def _with_sums(body: list[str], first: int) -> str:
     return "\n".join([f"{{ {registers} {copies}", *body, f"{results} }}"])
 
 
-def step(computed: int, is_bfloat16: bool) -> str:
+def step(computed: Sequence[int], is_bfloat16: bool) -> str:
     """Words $4..$7, rows $8..$15 and sums $16..$19 to sums $0..$3.
 
-    computed: how many of its 16 pairs, a key of BY_ARITHMETIC.
+    computed: those of its 16 pairs whose labels are computed.
     """
     body = []
     for product in range(4):
         # In the path's order: row g, k and k + 1; row g, k + 8; row g + 8; row g + 8, k + 8.
         for i, target in enumerate(("a0", "a2", "a1", "a3")):
             pair = 4 * product + i
-            if pair in BY_ARITHMETIC[computed]:
+            if pair in computed:
                 body.append(_by_arithmetic(2 * pair, target, is_bfloat16))
             else:
                 body.append(_by_table(2 * pair, target))
@@ -83,7 +83,7 @@ def products(is_bfloat16: bool) -> str:
     return _with_sums(body, 28)
 
 
-def wide_step(computed: int, is_bfloat16: bool, blocks: int) -> str:
+def wide_step(computed: Sequence[int], is_bfloat16: bool, blocks: int) -> str:
     """As step, for `blocks` blocks of 8 places: sums $0.. (4 blocks) of words, rows and sums.
 
     In: four words, a pointer, for each block the words from it on to the lane's row, and the sums.
@@ -100,7 +100,7 @@ def wide_step(computed: int, is_bfloat16: bool, blocks: int) -> str:
             for i, target in enumerate((0, 2, 1, 3)):
                 pair = 4 * product + i
                 by = _by_table
-                if pair in BY_ARITHMETIC[computed]:
+                if pair in computed:
                     by = partial(_by_arithmetic, is_bfloat16=is_bfloat16)
                 body.append(by(2 * pair, f"{name}{target}", words=words))
         for block in range(blocks):

@@ -8,12 +8,12 @@ from qsrt_runtime.ops.fused.product.quantized import ptx
 from qsrt_runtime.ops.fused.product.quantized.kernel import quantized_kernel
 from qsrt_runtime.ops.launch import dependent, labels
 from qsrt_runtime.ops.warps import check_shared
-from qsrt_runtime.ops.warps.ptx import copy
+from qsrt_runtime.ops.warps.ptx import BY_ARITHMETIC, copy
 from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import COLUMNS, Workspace
 
 SHARED_BYTES = 65536  # of the labels of 3 bits
-ARITHMETIC = 4  # of a lane's 16 pairs; what is best for halves, not measured here
+ARITHMETIC = BY_ARITHMETIC[4]  # what is best for halves, not measured here
 
 
 def quantized_product(

@@ -11,8 +11,10 @@ some 6e-5 of a sum, where the rounding of rows costs 4.8e-2); on sm_90 ptxas mak
 which holds E4M3 exactly, of each.
 """
 
+from collections.abc import Sequence
+
 from qsrt_runtime.ops.fused.product import ptx
-from qsrt_runtime.ops.warps.ptx import BY_ARITHMETIC, arithmetic, state
+from qsrt_runtime.ops.warps.ptx import arithmetic, state
 
 LABELS = {(8, 9): 0, (9, 0): 1024}  # where dynamic shared memory begins
 _SUMS = {"c": "c0,c1,c2,c3", "d": "d0,d1,d2,d3"}  # of the first block, and of the second
@@ -40,7 +42,7 @@ def _product(name: str, rows: tuple[str, str]) -> str:
     )
 
 
-def step(computed: int, labels: int) -> str:
+def step(computed: Sequence[int], labels: int) -> str:
     """Words $4..$7, rows $8..$11 and sums $14..$17 to sums $0..$3.
 
     $12: all bits set in lanes whose tile is of the first block, else none.
@@ -55,7 +57,7 @@ def step(computed: int, labels: int) -> str:
         for word in range(4):
             number = 4 * product + word
             for pair, target in ((2 * number, "p0"), (2 * number + 1, "p1")):
-                if pair in BY_ARITHMETIC[computed]:
+                if pair in computed:
                     body.append(_by_arithmetic(2 * pair, target))
                 else:
                     body.append(_by_table(2 * pair, target, labels))

@@ -4,12 +4,15 @@ import functools
 
 import torch
 
-from qsrt_runtime.ops.fused.product import ARITHMETIC, SHARED_BYTES, ptx
+from qsrt_runtime.ops.fused.product import SHARED_BYTES, ptx
 from qsrt_runtime.ops.fused.product.wide.kernel import wide_kernel
 from qsrt_runtime.ops.launch import dependent, labels
 from qsrt_runtime.ops.warps import check_shared
+from qsrt_runtime.ops.warps.ptx import BY_ARITHMETIC
 from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import COLUMNS, Workspace
+
+ARITHMETIC = BY_ARITHMETIC[4]
 
 
 def wide(
