@@ -1,5 +1,7 @@
 """The products by warps: whole kernels, their PTX interpreted."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import warps
@@ -17,6 +19,7 @@ from qsrt_runtime.ops.fused.product.quantized import kernel as kernel_module
 from qsrt_runtime.ops.label_gemm import kernel as label_kernel
 from qsrt_runtime.ops.label_gemm import label_gemm
 from qsrt_runtime.ops.prepare import prepare
+from qsrt_runtime.weights import Traits
 from qsrt_runtime.workspace import COLUMNS, PLACES, quantized
 
 GEOMETRY = Geometry(640, 256, 3)
@@ -198,3 +201,46 @@ def test_fused_with_a_map(programs):
     named = torch.tensor([[2, -1, 1], [1, -1, -1]])
     workspace = check_fused(programs, layer, x, ids, weights, named, expert_map=expert_map)
     assert workspace.invalid_routes() == 2
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT])
+def test_each_pair_by_arithmetic_and_from_shared_memory(monkeypatch, dtype, first):
+    """Of rows of ones and zeros, whose sums are exact in any type."""
+    warps.interpret(monkeypatch, product.kernel)
+    launched = warps.Launched(product.product_kernel, product.SHARED_BYTES)
+    monkeypatch.setattr(product, "product_kernel", launched)
+    pairs = tuple(range(first, 16, 2))
+    monkeypatch.setattr(product, "arithmetic_pairs", lambda *_: pairs)
+    layer = random_layer(Geometry(128, 256, 2), torch.device("cpu"))
+    x, ids, _ = inputs(layer, 1, 2, dtype)
+    workspace = poisoned(layer, 2, dtype)
+    prepare(x, layer, ids, None, workspace, False)
+    found = []
+    for gemm, kind in ((expert_gemm, HALF), (product.product, dtype)):
+        rows = torch.zeros_like(workspace.rotated, dtype=kind)
+        rows[:, 5::7] = 1
+        workspace.partial.fill_(-7.0)
+        options = {"down": False, "pdl": False}
+        gemm(rows, layer, ids, None, workspace, 2, 0, PLACES, **options)
+        check_guards(workspace)
+        found.append(workspace.partial.clone())
+    assert (found[0] != -7).any()
+    assert error(found[1], found[0]) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tokens", "topk", "expected"),
+    [
+        ((1024, 512), 2, 8, 1),
+        ((1024, 512), 4, 8, 3),
+        ((6144, 2048), 1, 8, 3),
+        ((6144, 2048), 4, 8, 0),
+        ((128, 256), 1, 33, 0),
+    ],
+)
+def test_launches(sizes, tokens, topk, expected):
+    layer = SimpleNamespace(geometry=Geometry(*sizes, 64), traits=Traits(1, True))
+    ids = torch.zeros(tokens, topk, dtype=torch.int32)
+    assert fused.launches(layer, ids) == expected
+    assert fused.makes_rows(layer, ids) == (tokens * sizes[0] <= 4096 and tokens < 4)
