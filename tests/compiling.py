@@ -29,7 +29,7 @@ from qsrt_runtime.ops.expand.warps.kernel import expand_warps_kernel
 from qsrt_runtime.ops.expand.warps.ptx import group
 from qsrt_runtime.ops.expert_gemm.kernel import plain_kernel
 from qsrt_runtime.ops.fused.kernel import fused_kernel
-from qsrt_runtime.ops.fused.product import ptx
+from qsrt_runtime.ops.fused.product import OF_ONE_TOKEN, ptx
 from qsrt_runtime.ops.fused.product.kernel import product_kernel
 from qsrt_runtime.ops.fused.product.quantized import ptx as quantized_ptx
 from qsrt_runtime.ops.fused.product.quantized.kernel import quantized_kernel
@@ -73,13 +73,19 @@ COMMON = {
     "PLACES": 8,
     "QUANTIZED": False,
 }
-# Tokens that are not grouped, and what a launch does, first and last.
-FUSED = [(tokens, 0, 2) for tokens in range(3)]
-FUSED += [(tokens, stage, stage) for tokens in range(2) for stage in range(3)]
-FUSED_PAIRS = (BY_ARITHMETIC[5], (1, 5, 9, 13), BY_ARITHMETIC[4])
+# Tokens that are not grouped, rows made of each, pairs by arithmetic; in one launch and in three.
+FUSED = {
+    "grouped": (0, 0, BY_ARITHMETIC[4], (0, 2)),
+    "one_token": (1, 2, OF_ONE_TOKEN, (0, 2)),
+    "two_tokens": (2, 2, BY_ARITHMETIC[4], (0, 2)),
+    **{f"grouped_{i}": (0, 0, BY_ARITHMETIC[4], (i, i)) for i in range(3)},
+    **{f"several_{i}": (0, 0, BY_ARITHMETIC[5], (i, i)) for i in range(3)},
+    **{f"one_token_{i}": (1, 2, OF_ONE_TOKEN, (i, i)) for i in range(3)},
+    "one_token_prepared": (1, 0, OF_ONE_TOKEN, (0, 0)),
+}
 CAPABILITIES = {  # others' are 80 and 90
-    **dict.fromkeys(("product", "product_several", "wide"), (90,)),
-    **{"fused_{}_{}{}".format(*each): (90,) for each in FUSED},
+    **dict.fromkeys(("product", "product_several", "product_one", "wide"), (90,)),
+    **dict.fromkeys((f"fused_{name}" for name in FUSED), (90,)),
     **dict.fromkeys(("expand_warps", "expand_warps_uniform"), (90,)),
     **dict.fromkeys(("prepare_a8", "activate_a8", "plain_a8"), (89, 90)),
     **dict.fromkeys(("prepare_a8_numbers", "activate_a8_numbers"), (90,)),
@@ -87,6 +93,11 @@ CAPABILITIES = {  # others' are 80 and 90
 }
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 PRODUCTS = ptx.products(True)
+PRODUCT_PAIRS = {
+    "product": BY_ARITHMETIC[4],
+    "product_several": BY_ARITHMETIC[5],
+    "product_one": OF_ONE_TOKEN,
+}
 GEMM = {"TILES": 2, "STEPS": 16, "DIVISOR": 1, "DOWN": False}
 KERNELS = {
     "prepare": (prepare_kernel, {"INPUTS": 2, "BLOCKS": 2, "ROUTES": 256}, {}, 4),
@@ -186,7 +197,7 @@ KERNELS = {
             {"out": "*fp32"},
             32,
         )
-        for name, pairs in (("product", BY_ARITHMETIC[4]), ("product_several", BY_ARITHMETIC[5]))
+        for name, pairs in PRODUCT_PAIRS.items()
     },
     "wide": (
         wide_kernel,
@@ -250,19 +261,19 @@ KERNELS = {
         32,
     ),
     **{
-        f"fused_{tokens}_{first}{last}": (
+        f"fused_{name}": (
             fused_kernel,
             {
                 **{"HELD": 2, "DIVISOR": 16, "CHOICES": 16, "UNIFORM": True, "TOKENS": tokens},
                 **{"FIRST": first, "LAST": last},
-                **{"INPUTS": 2 if tokens else 0, "BY_ROUTE": not tokens},
+                **{"INPUTS": inputs, "BY_ROUTE": not tokens},
                 **{"BETA": 4.0, "LINEAR_BETA": 25.0, "WEIGH": "output"},
-                **{"STEP": ptx.step(FUSED_PAIRS[tokens], True), "PRODUCTS": PRODUCTS},
+                **{"STEP": ptx.step(pairs, True), "PRODUCTS": PRODUCTS},
             },
             {"out": "*bf16", "middle": "*bf16", "gate_up": "*fp32", "down": "*fp32"},
             32,
         )
-        for tokens, first, last in FUSED
+        for name, (tokens, inputs, pairs, (first, last)) in FUSED.items()
     },
 }
 

@@ -724,8 +724,10 @@ def test_fused_of_many_rounds(monkeypatch, most):
 
 
 @GPU
-def test_calls_on_two_streams():
-    """Programs that wait for each other need all of them on the GPU at once."""
+@pytest.mark.parametrize("most", [0, 1 << 30], ids=["three", "one"])
+def test_calls_on_two_streams(monkeypatch, most):
+    """Programs that wait for each other, in one launch, need all of them on the GPU at once."""
+    monkeypatch.setattr(fused, "MAX_WEIGHTS", most)
     layers = [on_gpu(Geometry(1024, 512, 32), seed=seed) for seed in (0, 1)]
     streams = [torch.cuda.Stream() for _ in layers]
     cases = [inputs(layer, 4, 8, BFLOAT, seed=3) for layer in layers]

@@ -2,6 +2,7 @@
 
 import torch
 
+from qsrt_runtime.format.geometry import ATOM
 from qsrt_runtime.format.manifest import SITU_BETA, SITU_LINEAR_BETA
 from qsrt_runtime.ops.fused.kernel import fused_kernel
 from qsrt_runtime.ops.fused.product import SHARED_BYTES, arithmetic_pairs, products, step
@@ -12,15 +13,17 @@ from qsrt_runtime.workspace import ALONE_TOKENS, Workspace
 
 MAX_TOPK = 32  # a warp each
 # Weights of a call's routes up to which one launch is best, and three (bench_decode.py --variants).
-# On an H200 one gains at 2.5e7 and loses at 3.8e7; three gain at 7.0e8 and lose at 1.2e9.
+# On an H200 one gains at 2.5e7 and loses at 3.8e7; three gain at 7.0e8, and at 1.2e9 no more.
 MAX_WEIGHTS, MOST_WEIGHTS = 1 << 25, 1 << 30
 MAX_ROWS = 4096  # channels of the rows that each program makes, a round of its warps
 
 
 def launches(layer: LayerWeights, topk_ids: torch.Tensor) -> int:
-    """In how many launches a call is quickest: 1 or 3, see fused_kernel; or 0, by others."""
-    geometry = layer.geometry
-    weights = 3 * geometry.hidden * geometry.intermediate * topk_ids.numel()
+    """In how many launches a call is quickest: 1 or 3, see fused_kernel; or 0, by others.
+
+    All routes count, also those to experts that are not held here.
+    """
+    weights = 3 * layer.geometry.hidden * ATOM * len(layer.slots) * topk_ids.numel()
     if topk_ids.shape[1] > MAX_TOPK or weights > MOST_WEIGHTS:
         return 0
     return 1 if weights <= MAX_WEIGHTS else 3

@@ -122,7 +122,7 @@ def fused_kernel(
     tiles: tl.constexpr = (HIDDEN + COLUMNS - 1) // COLUMNS
     AT_ONCE: tl.constexpr = 32 // CHOICES if CHOICES > 4 else 8
     programs = PROGRAMS
-    if FIRST == LAST:  # the loops are shorter so
+    if FIRST == LAST:  # with a constant, ptxas makes longer loops of the products
         programs = tl.num_programs(0)
     if FIRST == 0:
         total = num_blocks * HELD * (HIDDEN // 64)

@@ -53,8 +53,8 @@ def state(words: Sequence[str], target: str, number: int, shift: int, before: in
 def arithmetic(words: Sequence[str], number: int) -> list[str]:
     """The labels of weights number and number + 1 in the register `pair`, lower byte first.
 
-    Both ranks are computed in one register, and the labels from them. Of what a GPU does the
-    integer operations are the most, but for products: so what a product can do is one.
+    Both ranks are computed in one register, and the labels from them. Shifts, masks and
+    permutations take one pipe, which is the fullest, and multiplications another: hence mad.lo.
     """
     steps = [
         _ARITHMETIC_REGISTERS,

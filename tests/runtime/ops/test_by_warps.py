@@ -19,6 +19,7 @@ from qsrt_runtime.ops.fused.product.quantized import kernel as kernel_module
 from qsrt_runtime.ops.label_gemm import kernel as label_kernel
 from qsrt_runtime.ops.label_gemm import label_gemm
 from qsrt_runtime.ops.prepare import prepare
+from qsrt_runtime.ops.warps.ptx import BY_ARITHMETIC
 from qsrt_runtime.weights import Traits
 from qsrt_runtime.workspace import COLUMNS, PLACES, quantized
 
@@ -229,18 +230,31 @@ def test_each_pair_by_arithmetic_and_from_shared_memory(monkeypatch, dtype, firs
     assert error(found[1], found[0]) < 1e-6
 
 
+FOUR, FIVE = BY_ARITHMETIC[4], BY_ARITHMETIC[5]
+
+
 @pytest.mark.parametrize(
-    ("sizes", "tokens", "topk", "expected"),
+    ("sizes", "held", "inputs", "tokens", "topk", "launches", "rows", "pairs"),
     [
-        ((1024, 512), 2, 8, 1),
-        ((1024, 512), 4, 8, 3),
-        ((6144, 2048), 1, 8, 3),
-        ((6144, 2048), 4, 8, 0),
-        ((128, 256), 1, 33, 0),
+        ((1024, 512, 256), 16, 1, 1, 8, 1, True, product.OF_ONE_TOKEN),
+        ((1024, 512, 256), 16, 2, 2, 8, 1, True, FOUR),
+        ((1024, 512, 256), 16, 0, 2, 8, 1, False, FOUR),
+        ((1024, 512, 256), 16, 1, 3, 8, 3, False, FOUR),
+        ((2048, 768, 128), 24, 1, 1, 8, 3, True, product.OF_ONE_TOKEN),
+        ((2048, 768, 128), 8, 1, 2, 8, 1, True, FOUR),  # a rank's
+        ((2048, 768, 128), 24, 1, 2, 8, 3, False, FOUR),
+        ((2176, 256, 64), 8, 1, 2, 8, 1, False, FOUR),
+        ((6144, 2048, 32), 64, 1, 1, 8, 3, False, product.OF_ONE_TOKEN),
+        ((6144, 2048, 32), 64, 1, 4, 8, 0, False, FOUR),
+        ((6144, 2048, 32), 64, 1, 8, 8, 0, False, FIVE),
+        ((128, 256, 64), 8, 1, 2, 33, 0, False, FOUR),
     ],
+    ids=str,
 )
-def test_launches(sizes, tokens, topk, expected):
-    layer = SimpleNamespace(geometry=Geometry(*sizes, 64), traits=Traits(1, True))
+def test_choices(sizes, held, inputs, tokens, topk, launches, rows, pairs):
+    traits = Traits(inputs, True)
+    layer = SimpleNamespace(geometry=Geometry(*sizes), slots=range(held), traits=traits)
     ids = torch.zeros(tokens, topk, dtype=torch.int32)
-    assert fused.launches(layer, ids) == expected
-    assert fused.makes_rows(layer, ids) == (tokens * sizes[0] <= 4096 and tokens < 4)
+    assert fused.launches(layer, ids) == launches
+    assert fused.makes_rows(layer, ids) == rows
+    assert product.arithmetic_pairs(layer, ids) == pairs

@@ -12,7 +12,7 @@ from qsrt_runtime.ops.warps.ptx import BY_ARITHMETIC
 from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import COLUMNS, Workspace
 
-ARITHMETIC = BY_ARITHMETIC[4]
+ARITHMETIC = BY_ARITHMETIC[4]  # not measured here beside others
 
 
 def wide(
