@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,10 @@ from hypothesis import HealthCheck, settings
 
 from qsrt_pack import job
 from qsrt_pack.encode.expert import Settings
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as behind a shell's &
+    # For the commands that tests start and interrupt.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when a test first imports triton
