@@ -44,9 +44,9 @@ SHAPES = {  # H, I, E, top-k
 DEVICE = torch.device("cuda")
 PATTERNS = (*BY_ARITHMETIC.values(), (0, 4, 8, 12), product.OF_ONE_TOKEN, (2, 6, 10, 14))
 LAUNCHES = {
-    "one launch": {"MAX_WEIGHTS": 1 << 62, "MOST_WEIGHTS": 1 << 62},
-    "three": {"MAX_WEIGHTS": 0, "MOST_WEIGHTS": 1 << 62},
-    "five": {"MAX_WEIGHTS": 0, "MOST_WEIGHTS": 0},
+    "one launch": {"ONE_LAUNCH_WEIGHTS": 1 << 62, "THREE_LAUNCH_WEIGHTS": 1 << 62},
+    "three": {"ONE_LAUNCH_WEIGHTS": 0, "THREE_LAUNCH_WEIGHTS": 1 << 62},
+    "five": {"ONE_LAUNCH_WEIGHTS": 0, "THREE_LAUNCH_WEIGHTS": 0},
 }
 REPEATS = 15
 Call = Callable[[], object]

@@ -40,7 +40,7 @@ def check_decode(layer: LayerWeights, tokens: int) -> None:
     ids[-1, 1] = -1
     expected = moe_forward_reference(x.float(), layer, ids, weights)
     for limits, ways in WAYS:
-        fused.MAX_WEIGHTS, fused.MOST_WEIGHTS = limits
+        fused.ONE_LAUNCH_WEIGHTS, fused.THREE_LAUNCH_WEIGHTS = limits
         decode.ways = lambda _device, ways=ways: ways
         out = torch.empty_like(x)
         workspace = poisoned(layer, 3, BFLOAT, max(tokens, 16))

@@ -682,7 +682,7 @@ def test_the_ways_agree(monkeypatch, tokens, codes, sides):
     x, ids, weights = inputs(layer, tokens, 3, BFLOAT)
     ids[-1, 1] = -1
     one_launch = check(x, layer, ids, weights)
-    for limit in ("MAX_WEIGHTS", "MOST_WEIGHTS"):  # three launches, and five
+    for limit in ("ONE_LAUNCH_WEIGHTS", "THREE_LAUNCH_WEIGHTS"):  # three launches, and five
         monkeypatch.setattr(fused, limit, 0)
         assert error(check(x, layer, ids, weights), one_launch.float()) < BOUND[BFLOAT]
     monkeypatch.setattr(module, "ways", lambda _device: (False, False))
@@ -714,7 +714,7 @@ def test_the_ways_of_quantized_rows_agree(monkeypatch, tokens, codes, sides, dty
 @pytest.mark.parametrize("most", [0, 1 << 30], ids=["three", "one"])
 def test_fused_of_many_rounds(monkeypatch, most):
     """More records, and more channels of the output, than the warps of all programs."""
-    monkeypatch.setattr(fused, "MAX_WEIGHTS", most)
+    monkeypatch.setattr(fused, "ONE_LAUNCH_WEIGHTS", most)
     layer = on_gpu(Geometry(2048, 4096, 3), codes=[0, 0x11, 0])
     x, ids, weights = inputs(layer, 5, 2, BFLOAT)
     ids[:, 0] = 1
@@ -727,7 +727,7 @@ def test_fused_of_many_rounds(monkeypatch, most):
 @pytest.mark.parametrize("most", [0, 1 << 30], ids=["three", "one"])
 def test_calls_on_two_streams(monkeypatch, most):
     """Programs that wait for each other, in one launch, need all of them on the GPU at once."""
-    monkeypatch.setattr(fused, "MAX_WEIGHTS", most)
+    monkeypatch.setattr(fused, "ONE_LAUNCH_WEIGHTS", most)
     layers = [on_gpu(Geometry(1024, 512, 32), seed=seed) for seed in (0, 1)]
     streams = [torch.cuda.Stream() for _ in layers]
     cases = [inputs(layer, 4, 8, BFLOAT, seed=3) for layer in layers]

@@ -14,7 +14,8 @@ from qsrt_runtime.workspace import ALONE_TOKENS, Workspace
 MAX_TOPK = 32  # a warp each
 # Weights of a call's routes up to which one launch is best, and three (bench_decode.py --variants).
 # On an H200 one gains at 2.5e7 and loses at 3.8e7; three gain at 7.0e8, and at 1.2e9 no more.
-MAX_WEIGHTS, MOST_WEIGHTS = 1 << 25, 1 << 30
+ONE_LAUNCH_WEIGHTS = 1 << 25
+THREE_LAUNCH_WEIGHTS = 1 << 30
 MAX_ROWS = 4096  # channels of the rows that each program makes, a round of its warps
 
 
@@ -24,9 +25,9 @@ def launches(layer: LayerWeights, topk_ids: torch.Tensor) -> int:
     All routes count, also those to experts that are not held here.
     """
     weights = 3 * layer.geometry.hidden * ATOM * len(layer.slots) * topk_ids.numel()
-    if topk_ids.shape[1] > MAX_TOPK or weights > MOST_WEIGHTS:
+    if topk_ids.shape[1] > MAX_TOPK or weights > THREE_LAUNCH_WEIGHTS:
         return 0
-    return 1 if weights <= MAX_WEIGHTS else 3
+    return 1 if weights <= ONE_LAUNCH_WEIGHTS else 3
 
 
 def makes_rows(layer: LayerWeights, topk_ids: torch.Tensor) -> bool:

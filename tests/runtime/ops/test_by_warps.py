@@ -120,7 +120,7 @@ def test_all_launches(monkeypatch, tokens, activation, capability, dtype):
     is_sm_90 = capability == (9, 0)
     machine = interpret(monkeypatch, capability)
     monkeypatch.setattr(moe_decode, "ways", lambda _device: (is_sm_90, False))
-    monkeypatch.setattr(fused, "MOST_WEIGHTS", 0)
+    monkeypatch.setattr(fused, "THREE_LAUNCH_WEIGHTS", 0)
     if not is_sm_90:
         way = (module.quantized_product, torch.uint8)
         monkeypatch.setattr(moe_decode, "a8_product", lambda *_: way)
@@ -142,7 +142,7 @@ def programs(monkeypatch, request):
     """
     warps.interpret(monkeypatch, product.kernel)
     monkeypatch.setattr(moe_decode, "ways", lambda _device: (True, False))
-    monkeypatch.setattr(fused, "MAX_WEIGHTS", (1 << 27) if request.param == 1 else 0)
+    monkeypatch.setattr(fused, "ONE_LAUNCH_WEIGHTS", (1 << 27) if request.param == 1 else 0)
     launched = warps.Launched(fused.fused_kernel, product.SHARED_BYTES)
     monkeypatch.setattr(fused, "fused_kernel", launched)
     return request.param

@@ -12,10 +12,10 @@ SHARED = {80: 101_376, 89: 101_376, 90: 232_448}  # bytes; for 80 what sm_86 has
 ANY_GPU = ["prepare", "activate", "combine", "plain", "group", "expand"]
 ANY_GPU += [f"grouped_gemm_{block}" for block in (16, 32, 64, 128)]
 ANY_GPU += ["activate_routes", "combine_routes", "group_warps"]
+ANY_GPU += ["activate_routes_warps", "combine_routes_warps", "label_gemm"]
 WHOLE = [f"fused_{name}" for name in ("grouped", "one_token", "two_tokens")]
 STAGES = [f"fused_{n}_{i}" for n in ("grouped", "several", "one_token") for i in range(3)]
 STAGES += ["fused_one_token_prepared"]
-ANY_GPU += ["activate_routes_warps", "combine_routes_warps", "label_gemm"]
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ HOSTS = {
     "combine_kernel": combine,
 }
 MANY = 1 << 40
-ONE, THREE, FIVE = (MANY, MANY), (0, MANY), (0, 0)  # MAX_WEIGHTS and MOST_WEIGHTS
+ONE, THREE, FIVE = (MANY, MANY), (0, MANY), (0, 0)  # ONE_LAUNCH_WEIGHTS and THREE_LAUNCH_WEIGHTS
 
 
 class Memory:
@@ -98,8 +98,8 @@ def test_calls_of_all_launches_by_one_workspace(monkeypatch, memory, sides):
     calls = [(1, ONE), (1, THREE), (1, FIVE), (3, THREE), (2, ONE), (3, FIVE)]
     calls += [(2, THREE), (3, ONE), (1, THREE), (1, ONE)]
     for number, (tokens, limits) in enumerate(calls):
-        monkeypatch.setattr(fused, "MAX_WEIGHTS", limits[0])
-        monkeypatch.setattr(fused, "MOST_WEIGHTS", limits[1])
+        monkeypatch.setattr(fused, "ONE_LAUNCH_WEIGHTS", limits[0])
+        monkeypatch.setattr(fused, "THREE_LAUNCH_WEIGHTS", limits[1])
         x, ids, weights = inputs(layer, tokens, 3, HALF, seed=number)
         ids[-1, 1], named = 7, ids.clone()
         named[-1, 1] = -1
