@@ -112,6 +112,8 @@ class Machine:
             if name.startswith("{"):
                 low, high = map(read, name[1:-1].split(","))
                 return low | high << np.uint64(16)
+            if name == "%tid.x":
+                return np.arange(1024, dtype=np.uint64)
             if name.startswith("0f"):
                 return np.full(1024, int(name[2:], 16), np.uint64)
             return np.full(1024, int(name, 0) & 0xFFFFFFFF, np.uint64)
@@ -330,6 +332,8 @@ def interpret(monkeypatch, *modules):
 
     def create(_builder, text, constraints, values, _types, _is_pure, _pack):
         results = machine.run(text, constraints, [v.data for v in values])
+        if not values:  # a scalar, by which all threads go the first one's way
+            results = [r[:1] for r in results]
         types = [kinds[c.strip("=&")] for c in constraints.split(",") if "=" in c]
         handles = [TensorHandle(r, t) for r, t in zip(results, types, strict=True)]
         return SimpleNamespace(get_result=handles.__getitem__)

@@ -8,12 +8,13 @@ import triton
 import triton.language as tl
 
 from qsrt_runtime.ops.fused.ends.kernel import (
+    arrive,
+    await_others,
     block_rows,
     make_middle,
     make_output,
     make_rows,
-    meet,
-    output_places,
+    output_inputs,
     touch_scales,
 )
 from qsrt_runtime.ops.fused.product.kernel import (
@@ -137,10 +138,12 @@ def fused_kernel(
         await_labels()
         products(
             rotated, slab, labels, codes, ids, expert_map, block_experts, block_routes, gate_up,
-            layer, first_pair, matrix_rows, num_ids, num_experts, position, end, total, expert,
+            layer, first_pair, matrix_rows, num_ids, num_experts, position, end, expert,
             route, words, there, n1, n2, n3, HIDDEN, BUNDLE, SLOT_STRIDE, PAIRS, HELD,
             HIDDEN // 64, DIVISOR, False, UNIFORM, SINGLE, HAS_MAP, STEP, PRODUCTS,
         )  # fmt: skip
+        if LAST > 0:
+            arrive(arrivals)
     if (FIRST <= 1) & (LAST >= 1):
         total = num_blocks * tiles * (4 * HELD)
         position, end = share(total, programs)
@@ -151,42 +154,46 @@ def fused_kernel(
         )  # fmt: skip
         touch_scales(slab, expert, position, end, HIDDEN, BUNDLE, SLOT_STRIDE, HELD)
         # What does not depend on others is on its way while they are waited for, here and below.
-        of_middle, rows = block_rows(
-            ids, expert_map, block_experts, block_routes, position // (tiles * 4 * HELD),
-            num_blocks, num_ids, num_experts, SINGLE, HAS_MAP,
+        of_middle, rows, activation = block_rows(
+            ids, expert_map, block_experts, block_routes, activations,
+            position // (tiles * 4 * HELD), num_blocks, num_ids, num_experts, SINGLE, HAS_MAP,
         )  # fmt: skip
         if FIRST == 0:
-            meet(arrivals, PROGRAMS)
+            await_others(arrivals, PROGRAMS)
         else:
             wait_for_previous(PDL)
         make_middle(
             gate_up, slab, activations, weights, ids, expert_map, block_experts, block_routes,
-            middle, position, end, num_blocks, of_middle, rows, num_ids, num_experts, HIDDEN,
-            BUNDLE, SLOT_STRIDE, HELD, tiles, BETA, LINEAR_BETA, WEIGH == "input", SINGLE,
+            middle, position, end, num_blocks, of_middle, rows, activation, num_ids, num_experts,
+            HIDDEN, BUNDLE, SLOT_STRIDE, HELD, tiles, BETA, LINEAR_BETA, WEIGH == "input", SINGLE,
             HAS_MAP, PROGRAMS,
         )  # fmt: skip
         if FIRST == 1:
             await_labels()
         products(
             middle, slab, labels, codes, ids, expert_map, block_experts, block_routes, down,
-            layer, first_pair, 0, num_ids, num_experts, position, end, total, expert, route, words,
+            layer, first_pair, 0, num_ids, num_experts, position, end, expert, route, words,
             there, n1, n2, n3, HIDDEN, BUNDLE, SLOT_STRIDE, PAIRS, tiles, 4 * HELD, 1, True,
             UNIFORM, SINGLE, HAS_MAP, STEP, PRODUCTS,
         )  # fmt: skip
+        if LAST == 2:
+            arrive(arrivals + 1)
     if LAST == 2:
-        at = output_places(
-            tl.program_id(0), num_tokens, ids, expert_map, route_places, num_ids, num_experts,
-            HIDDEN, TOPK, CHOICES, AT_ONCE, SINGLE, HAS_MAP, PROGRAMS,
+        svh = scales + 2 * SCALE_ROWS * HIDDEN
+        svh_rows: tl.constexpr = SCALE_ROWS if BY_ROUTE else 1
+        at, s0, s1, s2, s3 = output_inputs(
+            tl.program_id(0), svh, weights, num_tokens, ids, expert_map, block_experts,
+            route_places, num_ids, num_experts, HIDDEN, svh_rows, TOPK, CHOICES, AT_ONCE,
+            WEIGH == "output", SINGLE, HAS_MAP, PROGRAMS,
         )  # fmt: skip
         if FIRST < 2:
-            meet(arrivals + 1, PROGRAMS)
+            await_others(arrivals + 1, PROGRAMS)
             if tl.program_id(0) == 0:
                 tl.store(arrivals, 0)
         else:
             wait_for_previous(PDL)
         make_output(
-            down, scales + 2 * SCALE_ROWS * HIDDEN, weights, ids, expert_map, block_experts,
-            route_places, out, at, num_tokens, num_blocks, num_ids, num_experts, HIDDEN,
-            SCALE_ROWS if BY_ROUTE else 1, tiles, 4 * HELD, TOPK, CHOICES, AT_ONCE,
-            WEIGH == "output", SINGLE, HAS_MAP, PROGRAMS,
+            down, svh, weights, ids, expert_map, block_experts, route_places, out, at, s0, s1, s2,
+            s3, num_tokens, num_blocks, num_ids, num_experts, HIDDEN, svh_rows, tiles, 4 * HELD,
+            TOPK, CHOICES, AT_ONCE, WEIGH == "output", SINGLE, HAS_MAP, PROGRAMS,
         )  # fmt: skip

@@ -7,7 +7,7 @@ from qsrt_runtime.ops.kernel import STATES, expert_of
 from qsrt_runtime.ops.warps import ptx
 
 _COPY, _COPIED = tl.constexpr(ptx.COPY), tl.constexpr(ptx.COPIED)
-_NEIGHBOUR = tl.constexpr(ptx.NEIGHBOUR)
+_NEIGHBOUR, _WARP = tl.constexpr(ptx.NEIGHBOUR), tl.constexpr(ptx.WARP)
 _LOAD_FLOATS, _LOAD_HALVES = tl.constexpr(ptx.LOAD_FLOATS), tl.constexpr(ptx.LOAD_HALVES)
 _LOAD_BFLOATS, _LOAD_OPERANDS = tl.constexpr(ptx.LOAD_BFLOATS), tl.constexpr(ptx.LOAD_OPERANDS)
 _STORE_HALVES, _STORE_BFLOATS = tl.constexpr(ptx.STORE_HALVES), tl.constexpr(ptx.STORE_BFLOATS)
@@ -34,12 +34,12 @@ def copy_labels(labels, layer, WANTED: tl.constexpr = True, COPY: tl.constexpr =
         words = labels.to(tl.pointer_type(tl.int32))
         kept = tl.gather(tl.load(words + place), tl.load(words + place + 1) & (16384 * size - 1), 0)
         tl.store(words + place, kept)
+    source = labels + STATES + thread * (16 // size)
     for start in tl.static_range(0, 4 * size if WANTED else 0):
-        source = labels + STATES + (start * 1024 + thread) * (16 // size)
-        target = (start * 1024 + thread) * 16
         tl.inline_asm_elementwise(
-            COPY, "=r,l,r", [source, target], dtype=tl.int32, is_pure=False, pack=1
-        )
+            COPY, "=r,l,r", [source + start * (16384 // size), thread * 16 + start * 16384],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -56,6 +56,16 @@ def share(total, programs):
     unit = tl.cdiv(total, programs)
     start = tl.program_id(0) * unit
     return start, tl.minimum(start + unit, total)
+
+
+@triton.jit
+def warp_number():
+    """A scalar: what one warp does and others do not stands under a condition on it.
+
+    Nothing there may be for all warps, as barriers and what goes through shared memory. In the
+    interpreter, where all warps are one, it is 0: conditions are such that it does what any does.
+    """
+    return tl.inline_asm_elementwise(_WARP, "=r", [], dtype=tl.int32, is_pure=True, pack=1)
 
 
 @triton.jit

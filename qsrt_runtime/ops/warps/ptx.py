@@ -85,6 +85,7 @@ def arithmetic(words: Sequence[str], number: int) -> list[str]:
     return steps
 
 
+WARP = "{ .reg .b32 thread; mov.u32 thread,%tid.x; shr.u32 $0,thread,5; }"
 NEIGHBOUR = "shfl.sync.idx.b32 $0,$1,$2,31,0xffffffff;"
 
 

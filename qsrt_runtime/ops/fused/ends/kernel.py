@@ -9,23 +9,31 @@ import triton.language as tl
 
 from qsrt_runtime.ops.fused.ends import ptx
 from qsrt_runtime.ops.kernel import COLUMNS, PLACES, activate, expert_of
+from qsrt_runtime.ops.warps.kernel import warp_number
 
-_GATE_UP, _GATE_UP_WORDS = tl.constexpr(ptx.sums(2)), tl.constexpr(ptx.sums_operands(2))
-_DOWN, _DOWN_WORDS = tl.constexpr(ptx.sums(1)), tl.constexpr(ptx.sums_operands(1))
-_GATE_UP_PARTS, _DOWN_PARTS = tl.constexpr(ptx.PARTS[2]), tl.constexpr(ptx.PARTS[1])
+_SUMS, _SUMS_WORDS, _PARTS = tl.constexpr(ptx.SUMS), tl.constexpr(ptx.SUMS_OPERANDS), tl.constexpr(ptx.PARTS)
 _ROTATE, _ROTATE_WORDS = tl.constexpr(ptx.rotate()), tl.constexpr(ptx.ROTATE_OPERANDS)
 _HALVES, _FLOATS = tl.constexpr(ptx.HALVES), tl.constexpr(ptx.FLOATS)
 _PUT, _GET = tl.constexpr(ptx.PUT), tl.constexpr(ptx.GET)
-_TOUCH, _MEET = tl.constexpr(ptx.TOUCH), tl.constexpr(ptx.MEET)
+_TOUCH = tl.constexpr(ptx.TOUCH)
+_ARRIVE, _AWAIT = tl.constexpr(ptx.ARRIVE), tl.constexpr(ptx.AWAIT)
 _NORM = tl.constexpr(0.08838834764831845)  # 1 / sqrt(128)
 
 
 @triton.jit
-def meet(arrivals, PROGRAMS: tl.constexpr):
-    """Wait until all programs are here; what any of them wrote before can be read after."""
+def arrive(arrivals):
+    """Let programs that await others here read what this one wrote before."""
     tl.debug_barrier()
     tl.inline_asm_elementwise(
-        _MEET,
+        _ARRIVE, "=r,l,r", [arrivals, tl.arange(0, 1024)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def await_others(arrivals, PROGRAMS: tl.constexpr):
+    """Wait until all programs have arrived."""
+    tl.inline_asm_elementwise(
+        _AWAIT,
         "=r,l,r,r",
         [arrivals, tl.arange(0, 1024), PROGRAMS],
         dtype=tl.int32,
@@ -40,7 +48,7 @@ def _halves(pointer, there):
     return tl.inline_asm_elementwise(
         _HALVES,
         "=r,=r,l,r",
-        [pointer, there],
+        [pointer, there.to(tl.int32)],
         dtype=(tl.int32, tl.int32),
         is_pure=False,
         pack=1,
@@ -60,12 +68,12 @@ def _floats(low, high):
 
 
 @triton.jit
-def _rotate(a, b, c, d, lane, there):
+def _rotate(a, b, c, d, lane):
     """A warp's 128 channels times the Hadamard matrix, not normalized."""
     return tl.inline_asm_elementwise(
         _ROTATE,
         _ROTATE_WORDS,
-        [a, b, c, d, lane, there],
+        [a, b, c, d, lane],
         dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
         is_pure=False,
         pack=1,
@@ -83,7 +91,27 @@ def _parts(
     first = tile * STEPS // unit
     count = tl.where(there, (tile * STEPS + STEPS - 1) // unit - first + 1, 0)
     source = partial + ((first + tile) * PLACES + place).to(tl.int64) * COLUMNS + column
-    return source, count, (STEPS + unit - 2) // unit + 1
+    aligned = (STEPS % unit == 0) | (unit % STEPS == 0)
+    return source, count, (STEPS + tl.where(aligned, unit - 1, 2 * unit - 2)) // unit
+
+
+@triton.jit
+def _sums(source, parts, most, lane):
+    """Four floats of all parts, up to `most`."""
+    a, b, c, d = lane * 0.0, lane * 0.0, lane * 0.0, lane * 0.0
+    done = 0
+    while done < most:
+        a, b, c, d = tl.inline_asm_elementwise(
+            _SUMS,
+            _SUMS_WORDS,
+            [source.to(tl.int64), parts - done, a, b, c, d],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=False,
+            pack=1,
+        )
+        source += _PARTS * PLACES * COLUMNS
+        done += _PARTS
+    return a, b, c, d
 
 
 @triton.jit
@@ -97,19 +125,21 @@ def make_rows(
     """
     thread = tl.arange(0, 1024)
     warp, lane = thread >> 5, thread & 31
-    for matrix in tl.static_range(0, INPUTS):
-        for start in tl.static_range(0, TOKENS * HIDDEN // 128, 32):
+    records: tl.constexpr = TOKENS * HIDDEN // 128
+    for start in tl.static_range(0, records, 32):
+        if start + warp_number() < records:
             row = (start + warp) * 128  # of all tokens' channels
-            there = start + warp < TOKENS * HIDDEN // 128
-            source = x + row + lane * 4
-            suh = scales + matrix * SCALE_ROWS * HIDDEN + row % HIDDEN + lane * 4
-            a = _scaled(source, suh, there)
-            b = _scaled(source + 1, suh + 1, there)
-            c = _scaled(source + 2, suh + 2, there)
-            d = _scaled(source + 3, suh + 3, there)
-            a, b, c, d = _rotate(a, b, c, d, lane, there.to(tl.int32))
-            target = out + matrix * TOKENS * HIDDEN + row + (lane >> 2) * 16
-            _store(target, a, b, c, d, lane, there)
+            there = start + warp < records
+            for matrix in tl.static_range(0, INPUTS):
+                source = x + row + lane * 4
+                suh = scales + matrix * SCALE_ROWS * HIDDEN + row % HIDDEN + lane * 4
+                a = _scaled(source, suh, there)
+                b = _scaled(source + 1, suh + 1, there)
+                c = _scaled(source + 2, suh + 2, there)
+                d = _scaled(source + 3, suh + 3, there)
+                a, b, c, d = _rotate(a, b, c, d, lane)
+                target = out + matrix * TOKENS * HIDDEN + row + (lane >> 2) * 16
+                _store(target, a, b, c, d, lane, there)
     tl.debug_barrier()
 
 
@@ -139,23 +169,24 @@ def touch_scales(
 
     Where there are no steps, the expert may be any number.
     """
-    thread = tl.arange(0, 1024)
-    slot = position % (4 * PAIRS) // 4 * 8 + (thread >> 1)
-    there = (thread >> 1) < tl.minimum(end - position + 6, 4 * PAIRS) // 4 * 8
-    there &= position < end
-    local = slab.to(tl.pointer_type(tl.uint8)) + expert.to(tl.int64) * BUNDLE + 36 * HIDDEN
-    local += (slot % (8 * PAIRS)).to(tl.int64) * SLOT_STRIDE + (thread & 1) * 128
-    tl.inline_asm_elementwise(
-        _TOUCH, "=r,l,r", [local, there.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
-    )
+    slots = tl.minimum(end - position + 6, 4 * PAIRS) // 4 * 8
+    if warp_number() * 16 < slots:
+        thread = tl.arange(0, 1024)
+        slot = position % (4 * PAIRS) // 4 * 8 + (thread >> 1)
+        there = ((thread >> 1) < slots) & (position < end)
+        local = slab.to(tl.pointer_type(tl.uint8)) + expert.to(tl.int64) * BUNDLE + 36 * HIDDEN
+        local += (slot % (8 * PAIRS)).to(tl.int64) * SLOT_STRIDE + (thread & 1) * 128
+        tl.inline_asm_elementwise(
+            _TOUCH, "=r,l,r", [local, there.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
 def block_rows(
-    ids, expert_map, block_experts, block_routes, block, num_blocks, num_ids, num_experts,
-    SINGLE: tl.constexpr, HAS_MAP: tl.constexpr,
+    ids, expert_map, block_experts, block_routes, activations, block, num_blocks, num_ids,
+    num_experts, SINGLE: tl.constexpr, HAS_MAP: tl.constexpr,
 ):  # fmt: skip
-    """A block's expert, and how many routes it has, 0 past the last block."""
+    """A block's expert, how many routes it has, 0 past the last block, and its activation."""
     there = block < num_blocks
     if SINGLE:
         expert, _ = expert_of(ids, expert_map, block, there, num_ids, num_experts, HAS_MAP)
@@ -166,13 +197,26 @@ def block_rows(
         for place in tl.static_range(1, PLACES):
             route = tl.load(block_routes + block * PLACES + place, mask=there, other=-1)
             rows += (route >= 0).to(tl.int32)
-    return tl.maximum(expert, 0), rows
+    expert = tl.maximum(expert, 0)
+    return expert, rows, tl.load(activations + expert)
+
+
+@triton.jit
+def _records(position, end, block, rows, TILES: tl.constexpr, PAIRS: tl.constexpr):
+    """How many records of 128 channels of a block the steps position to end take, and of which pair
+    the first is.
+    """
+    steps: tl.constexpr = 4 * PAIRS
+    start = tl.maximum(position - block * (TILES * steps), 0)
+    count = tl.minimum(end - block * (TILES * steps), TILES * steps) - start
+    start %= steps
+    return tl.minimum((start % 4 + count + 3) // 4, PAIRS) * rows * 2, start // 4
 
 
 @triton.jit
 def make_middle(
     partial, slab, activations, weights, ids, expert_map, block_experts, block_routes, middle,
-    position, end, num_blocks, expert, rows, num_ids, num_experts,
+    position, end, num_blocks, expert, rows, activation, num_ids, num_experts,
     HIDDEN: tl.constexpr, BUNDLE: tl.constexpr, SLOT_STRIDE: tl.constexpr, PAIRS: tl.constexpr,
     TILES: tl.constexpr, BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, WEIGH: tl.constexpr,
     SINGLE: tl.constexpr, HAS_MAP: tl.constexpr, PROGRAMS: tl.constexpr,
@@ -180,97 +224,85 @@ def make_middle(
     """The rows of down that its steps position to end take, to middle; see activate_kernel.
 
     Programs whose steps share rows make them each for itself, which is quicker than waiting.
-    expert, rows: block_rows of position's block.   PAIRS: held.   TILES: of down, of a block.
+    expert, rows, activation: block_rows of position's block.   PAIRS: held.
+    TILES: of down, of a block.
     """
-    thread = tl.arange(0, 1024)
-    warp, lane = thread >> 5, thread & 31
-    steps: tl.constexpr = 4 * PAIRS
-    block = position // (TILES * steps)
-    while block * (TILES * steps) < end:
-        is_situ = tl.load(activations + expert) == 1
-        bundle = slab.to(tl.pointer_type(tl.uint8)) + expert.to(tl.int64) * BUNDLE + 36 * HIDDEN
-        # Steps of the block that are this program's, and the pairs in them.
-        start = tl.maximum(position - block * (TILES * steps), 0)
-        count = tl.minimum(end - block * (TILES * steps), TILES * steps) - start
-        start %= steps
-        pairs = tl.minimum((start % 4 + count + 3) // 4, PAIRS)
+    block_steps: tl.constexpr = TILES * 4 * PAIRS
+    block = position // block_steps
+    while block * block_steps < end:
+        count, first_pair = _records(position, end, block, rows, TILES, PAIRS)
         done = 0
-        while done < pairs * rows * 2:
-            item = done + warp
-            there = item < pairs * rows * 2
-            side, number = item & 1, item >> 1
-            place = number * 0
-            if not SINGLE:
-                place, number = number % rows, number // rows
-            pair = (start // 4 + number) % PAIRS
-            route = block + place
-            if not SINGLE:
-                route = tl.load(block_routes + block * PLACES + place, mask=there, other=0)
-            active = there.to(tl.int32)
-            local = bundle + (pair * 8 + (lane >> 2)).to(tl.int64) * SLOT_STRIDE
-            local += side * 32 + (lane & 3) * 8
-            gate_scales, gate_more = _halves(local, active)
-            up_scales, up_more = _halves(local + 64, active)
-            down_scales, down_more = _halves(local + 128, active)
-            source, parts, most = _parts(
-                partial, block * PAIRS + pair, place, side * 128 + lane * 4, there,
-                num_blocks * PAIRS, HIDDEN // 64, PROGRAMS,
+        while done + warp_number() < count:
+            _record(
+                partial, slab, weights, block_routes, middle, block, num_blocks, expert, rows,
+                activation, done, count, first_pair, HIDDEN, BUNDLE, SLOT_STRIDE, PAIRS, BETA,
+                LINEAR_BETA, WEIGH, SINGLE, PROGRAMS,
             )  # fmt: skip
-            g0, g1, g2, g3 = lane * 0.0, lane * 0.0, lane * 0.0, lane * 0.0
-            h0, h1, h2, h3 = g0, g0, g0, g0
-            number = 0
-            while number < most:
-                g0, g1, g2, g3, h0, h1, h2, h3 = tl.inline_asm_elementwise(
-                    _GATE_UP,
-                    _GATE_UP_WORDS,
-                    [source.to(tl.int64), parts - number, g0, g1, g2, g3, h0, h1, h2, h3],
-                    dtype=(
-                        tl.float32,
-                        tl.float32,
-                        tl.float32,
-                        tl.float32,
-                        tl.float32,
-                        tl.float32,
-                        tl.float32,
-                        tl.float32,
-                    ),
-                    is_pure=False,
-                    pack=1,
-                )
-                source += _GATE_UP_PARTS * PLACES * COLUMNS
-                number += _GATE_UP_PARTS
-            g0, g1, g2, g3 = _rotate(g0, g1, g2, g3, lane, active)
-            h0, h1, h2, h3 = _rotate(h0, h1, h2, h3, lane, active)
-            weight = _NORM
-            if WEIGH:
-                weight *= tl.load(weights + route, mask=there, other=0).to(tl.float32)
-            s0, s1, s2, s3 = _floats(gate_scales, gate_more)
-            g0, g1, g2, g3 = g0 * s0 * weight, g1 * s1 * weight, g2 * s2 * weight, g3 * s3 * weight
-            t0, t1, t2, t3 = _floats(up_scales, up_more)
-            h0, h1, h2, h3 = h0 * t0 * weight, h1 * t1 * weight, h2 * t2 * weight, h3 * t3 * weight
-            if is_situ:
-                g0 = activate(g0, h0, True, BETA, LINEAR_BETA)
-                g1 = activate(g1, h1, True, BETA, LINEAR_BETA)
-                g2 = activate(g2, h2, True, BETA, LINEAR_BETA)
-                g3 = activate(g3, h3, True, BETA, LINEAR_BETA)
-            else:
-                g0 = activate(g0, h0, False, BETA, LINEAR_BETA)
-                g1 = activate(g1, h1, False, BETA, LINEAR_BETA)
-                g2 = activate(g2, h2, False, BETA, LINEAR_BETA)
-                g3 = activate(g3, h3, False, BETA, LINEAR_BETA)
-            u0, u1, u2, u3 = _floats(down_scales, down_more)
-            g0, g1, g2, g3 = g0 * u0 * _NORM, g1 * u1 * _NORM, g2 * u2 * _NORM, g3 * u3 * _NORM
-            g0, g1, g2, g3 = _rotate(g0, g1, g2, g3, lane, active)
-            target = middle + route.to(tl.int64) * (256 * PAIRS) + pair * 256 + (lane >> 2) * 32
-            _store(target + side * 16, g0, g1, g2, g3, lane, there)
             done += 32
         block += 1
-        if block * (TILES * steps) < end:
-            expert, rows = block_rows(
-                ids, expert_map, block_experts, block_routes, block, num_blocks, num_ids,
-                num_experts, SINGLE, HAS_MAP,
+        if block * block_steps < end:
+            expert, rows, activation = block_rows(
+                ids, expert_map, block_experts, block_routes, activations, block, num_blocks,
+                num_ids, num_experts, SINGLE, HAS_MAP,
             )  # fmt: skip
     tl.debug_barrier()
+
+
+@triton.jit
+def _record(
+    partial, slab, weights, block_routes, middle, block, num_blocks, expert, rows, activation,
+    done, count, first_pair,
+    HIDDEN: tl.constexpr, BUNDLE: tl.constexpr, SLOT_STRIDE: tl.constexpr, PAIRS: tl.constexpr,
+    BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, WEIGH: tl.constexpr, SINGLE: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """A block's records from `done` on, one to a warp, to middle."""
+    thread = tl.arange(0, 1024)
+    item, lane = done + (thread >> 5), thread & 31
+    there = item < count
+    side, number = item & 1, item >> 1
+    place = number * 0
+    if not SINGLE:
+        place, number = number % rows, number // rows
+    pair = (first_pair + number) % PAIRS
+    route = block + place
+    if not SINGLE:
+        route = tl.load(block_routes + block * PLACES + place, mask=there, other=0)
+    local = slab.to(tl.pointer_type(tl.uint8)) + expert.to(tl.int64) * BUNDLE + 36 * HIDDEN
+    local += (pair * 8 + (lane >> 2)).to(tl.int64) * SLOT_STRIDE + side * 32 + (lane & 3) * 8
+    gate, more_gate = _halves(local, there)
+    up, more_up = _halves(local + 64, there)
+    down, more_down = _halves(local + 128, there)
+    factor = _NORM
+    if WEIGH:
+        factor *= tl.load(weights + route, mask=there, other=0).to(tl.float32)
+    source, parts, most = _parts(
+        partial, block * PAIRS + pair, place, side * 128 + lane * 4, there, num_blocks * PAIRS,
+        HIDDEN // 64, PROGRAMS,
+    )  # fmt: skip
+    g0, g1, g2, g3 = _sums(source, parts, most, lane)
+    h0, h1, h2, h3 = _sums(source + 256, parts, most, lane)
+    g0, g1, g2, g3 = _rotate(g0, g1, g2, g3, lane)
+    h0, h1, h2, h3 = _rotate(h0, h1, h2, h3, lane)
+    s0, s1, s2, s3 = _floats(gate, more_gate)
+    g0, g1, g2, g3 = g0 * s0 * factor, g1 * s1 * factor, g2 * s2 * factor, g3 * s3 * factor
+    s0, s1, s2, s3 = _floats(up, more_up)
+    h0, h1, h2, h3 = h0 * s0 * factor, h1 * s1 * factor, h2 * s2 * factor, h3 * s3 * factor
+    if activation == 1:
+        g0 = activate(g0, h0, True, BETA, LINEAR_BETA)
+        g1 = activate(g1, h1, True, BETA, LINEAR_BETA)
+        g2 = activate(g2, h2, True, BETA, LINEAR_BETA)
+        g3 = activate(g3, h3, True, BETA, LINEAR_BETA)
+    else:
+        g0 = activate(g0, h0, False, BETA, LINEAR_BETA)
+        g1 = activate(g1, h1, False, BETA, LINEAR_BETA)
+        g2 = activate(g2, h2, False, BETA, LINEAR_BETA)
+        g3 = activate(g3, h3, False, BETA, LINEAR_BETA)
+    s0, s1, s2, s3 = _floats(down, more_down)
+    g0, g1, g2, g3 = g0 * s0 * _NORM, g1 * s1 * _NORM, g2 * s2 * _NORM, g3 * s3 * _NORM
+    g0, g1, g2, g3 = _rotate(g0, g1, g2, g3, lane)
+    target = middle + route.to(tl.int64) * (256 * PAIRS) + pair * 256 + (lane >> 2) * 32
+    _store(target + side * 16, g0, g1, g2, g3, lane, there)
 
 
 @triton.jit
@@ -289,22 +321,41 @@ def _output_of(
 
 
 @triton.jit
-def output_places(
-    start, num_tokens, ids, expert_map, route_places, num_ids, num_experts,
-    HIDDEN: tl.constexpr, TOPK: tl.constexpr, CHOICES: tl.constexpr, AT_ONCE: tl.constexpr,
-    SINGLE: tl.constexpr, HAS_MAP: tl.constexpr, PROGRAMS: tl.constexpr,
+def output_inputs(
+    start, scales, weights, num_tokens, ids, expert_map, block_experts, route_places, num_ids,
+    num_experts, HIDDEN: tl.constexpr, SCALE_ROWS: tl.constexpr, TOPK: tl.constexpr,
+    CHOICES: tl.constexpr, AT_ONCE: tl.constexpr, WEIGH: tl.constexpr, SINGLE: tl.constexpr,
+    HAS_MAP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Where each route of _output_of stands, PLACES times its block and the place in it, or -1."""
-    _, route, there = _output_of(start, num_tokens, HIDDEN, TOPK, CHOICES, AT_ONCE, PROGRAMS)
+    """What make_output needs of _output_of that no other program makes: where each route stands,
+    PLACES times its block and the place in it, or -1; and what its lane's four sums are times.
+    """
+    lane = tl.arange(0, 1024) & 31
+    group, route, there = _output_of(start, num_tokens, HIDDEN, TOPK, CHOICES, AT_ONCE, PROGRAMS)
+    svh = scales + group * 128 + lane * 4
     if SINGLE:
         expert, _ = expert_of(ids, expert_map, route, there, num_ids, num_experts, HAS_MAP)
-        return tl.where(there & (expert >= 0), route * PLACES, -1)
-    return tl.load(route_places + route, mask=there, other=-1)
+        at = tl.where(there & (expert >= 0), route * PLACES, -1)
+    else:
+        at = tl.load(route_places + route, mask=there, other=-1)
+    if SCALE_ROWS > 1:
+        if not SINGLE:
+            expert = tl.load(block_experts + at // PLACES, mask=at >= 0, other=0)
+        svh += tl.maximum(expert, 0).to(tl.int64) * HIDDEN
+    there = at >= 0
+    s0 = tl.load(svh, mask=there, other=0).to(tl.float32)
+    s1 = tl.load(svh + 1, mask=there, other=0).to(tl.float32)
+    s2 = tl.load(svh + 2, mask=there, other=0).to(tl.float32)
+    s3 = tl.load(svh + 3, mask=there, other=0).to(tl.float32)
+    factor = tl.where(there, _NORM, 0.0)
+    if WEIGH:
+        factor *= tl.load(weights + route, mask=there, other=0).to(tl.float32)
+    return at, s0 * factor, s1 * factor, s2 * factor, s3 * factor
 
 
 @triton.jit
 def make_output(
-    partial, scales, weights, ids, expert_map, block_experts, route_places, out, at,
+    partial, scales, weights, ids, expert_map, block_experts, route_places, out, at, s0, s1, s2, s3,
     num_tokens, num_blocks, num_ids, num_experts,
     HIDDEN: tl.constexpr, SCALE_ROWS: tl.constexpr, TILES: tl.constexpr, STEPS: tl.constexpr,
     TOPK: tl.constexpr, CHOICES: tl.constexpr, AT_ONCE: tl.constexpr, WEIGH: tl.constexpr,
@@ -313,61 +364,34 @@ def make_output(
     """Each token's routes rotated, scaled and summed, to out; see combine_kernel.
 
     128 channels of a route to a warp; those of a token meet in shared memory, where nobody needs
-    the labels any more.   at: output_places from the program on.
+    the labels any more.   at to s3: output_inputs from the program on.
     CHOICES: TOPK rounded up to a power of two, at most 32.   AT_ONCE: 32 // CHOICES, at most 8.
     """
     thread = tl.arange(0, 1024)
     lane = thread & 31
     groups: tl.constexpr = HIDDEN // 128
-    round_start = tl.program_id(0)
-    while round_start < num_tokens * groups:
-        group, route, _ = _output_of(
-            round_start, num_tokens, HIDDEN, TOPK, CHOICES, AT_ONCE, PROGRAMS
-        )
+    start = tl.program_id(0)
+    while start < num_tokens * groups:
+        group, _, _ = _output_of(start, num_tokens, HIDDEN, TOPK, CHOICES, AT_ONCE, PROGRAMS)
         there = at >= 0
         block, place = tl.maximum(at, 0) // PLACES, tl.maximum(at, 0) % PLACES
         source, parts, most = _parts(
             partial, block * TILES + group // 4, place, group % 4 * 128 + lane * 4, there,
             num_blocks * TILES, STEPS, PROGRAMS,
         )  # fmt: skip
-        svh = scales + group * 128 + lane * 4
-        if SCALE_ROWS > 1:
-            if SINGLE:
-                expert, _ = expert_of(ids, expert_map, route, there, num_ids, num_experts, HAS_MAP)
-            else:
-                expert = tl.load(block_experts + block, mask=there, other=0)
-            svh += tl.maximum(expert, 0).to(tl.int64) * HIDDEN
-        s0 = tl.load(svh, mask=there, other=0).to(tl.float32)
-        s1 = tl.load(svh + 1, mask=there, other=0).to(tl.float32)
-        s2 = tl.load(svh + 2, mask=there, other=0).to(tl.float32)
-        s3 = tl.load(svh + 3, mask=there, other=0).to(tl.float32)
-        weight = tl.where(there, 1.0, 0.0)
-        if WEIGH:
-            weight = tl.load(weights + route, mask=there, other=0).to(tl.float32)
-        weight *= _NORM
         a, b, c, d = lane * 0.0, lane * 0.0, lane * 0.0, lane * 0.0
-        done = 0
-        while done < most:
-            a, b, c, d = tl.inline_asm_elementwise(
-                _DOWN,
-                _DOWN_WORDS,
-                [source.to(tl.int64), parts - done, a, b, c, d],
-                dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
-                is_pure=False,
-                pack=1,
-            )
-            source += _DOWN_PARTS * PLACES * COLUMNS
-            done += _DOWN_PARTS
-        a, b, c, d = _rotate(a, b, c, d, lane, there.to(tl.int32))
-        a = tl.where(there, a * weight * s0, 0)
-        b = tl.where(there, b * weight * s1, 0)
-        c = tl.where(there, c * weight * s2, 0)
-        d = tl.where(there, d * weight * s3, 0)
+        if start + warp_number() // CHOICES * PROGRAMS < num_tokens * groups:
+            a, b, c, d = _sums(source, parts, most, lane)
+            a, b, c, d = _rotate(a, b, c, d, lane)
+            a = tl.where(there, a * s0, 0)
+            b = tl.where(there, b * s1, 0)
+            c = tl.where(there, c * s2, 0)
+            d = tl.where(there, d * s3, 0)
         tl.inline_asm_elementwise(
             _PUT, "=r,r,f,f,f,f", [thread * 16, a, b, c, d], dtype=tl.int32, is_pure=False, pack=1
         )
         tl.debug_barrier()
-        item = round_start + (thread >> 7) * PROGRAMS
+        item = start + (thread >> 7) * PROGRAMS
         there = (thread < AT_ONCE * 128) & (item < num_tokens * groups)
         source = (thread >> 7) * (CHOICES * 512) + (thread & 127) * 4
         total = tl.zeros((1024,), tl.float32)
@@ -378,9 +402,10 @@ def make_output(
         target = out + (item // groups).to(tl.int64) * HIDDEN + item % groups * 128 + (thread & 127)
         tl.store(target, total.to(out.dtype.element_ty), mask=there)
         tl.debug_barrier()
-        round_start += AT_ONCE * PROGRAMS
-        if round_start < num_tokens * groups:
-            at = output_places(
-                round_start, num_tokens, ids, expert_map, route_places, num_ids, num_experts,
-                HIDDEN, TOPK, CHOICES, AT_ONCE, SINGLE, HAS_MAP, PROGRAMS,
+        start += AT_ONCE * PROGRAMS
+        if start < num_tokens * groups:
+            at, s0, s1, s2, s3 = output_inputs(
+                start, scales, weights, num_tokens, ids, expert_map, block_experts, route_places,
+                num_ids, num_experts, HIDDEN, SCALE_ROWS, TOPK, CHOICES, AT_ONCE, WEIGH, SINGLE,
+                HAS_MAP, PROGRAMS,
             )  # fmt: skip

@@ -171,14 +171,13 @@ def first_step(
 @triton.jit
 def products(
     x, slab, labels, codes, ids, expert_map, block_experts, block_routes, out, layer, first_pair,
-    matrix_rows, num_ids, num_experts, position, end, total,
-    expert, route, words, there, n1, n2, n3,
+    matrix_rows, num_ids, num_experts, position, end, expert, route, words, there, n1, n2, n3,
     HIDDEN: tl.constexpr, BUNDLE: tl.constexpr, SLOT_STRIDE: tl.constexpr, PAIRS: tl.constexpr,
     TILES: tl.constexpr, STEPS: tl.constexpr, DIVISOR: tl.constexpr, DOWN: tl.constexpr,
     UNIFORM: tl.constexpr, SINGLE: tl.constexpr, HAS_MAP: tl.constexpr, STEP: tl.constexpr,
     PRODUCTS: tl.constexpr,
 ):  # fmt: skip
-    """The steps position to end of all tiles' `total`: a part of each tile to out.
+    """The steps position to end of all tiles: a part of each tile to out.
 
     As plain_kernel, a strip to each of 32 warps.   expert to n3: of first_step.
     STEP, PRODUCTS: ptx.step and ptx.products for x's type.
@@ -201,16 +200,16 @@ def products(
         source = x + row.to(tl.int64) * (STEPS * 32) + (first * 4 + quarter) * 8
         # What the next tile needs, on its way while this one is at work.
         next_position = position + last - first
-        next_expert, next_route = block_of(
-            ids, expert_map, block_experts, block_routes,
-            tl.minimum(next_position, total - 1) // (STEPS * TILES), group, num_ids, num_experts,
-            PLACES, SINGLE, HAS_MAP,
-        )  # fmt: skip
-        next_words, next_there = first_words(
-            slab, strip, group, quarter, next_expert, next_position, HIDDEN, BUNDLE, SLOT_STRIDE,
-            TILES, STEPS, DOWN, UNIFORM,
-        )  # fmt: skip
-        next_there &= next_position < end
+        next_expert, next_route, next_words, next_there = expert, route, words, there & False
+        if next_position < end:
+            next_expert, next_route = block_of(
+                ids, expert_map, block_experts, block_routes, next_position // (STEPS * TILES),
+                group, num_ids, num_experts, PLACES, SINGLE, HAS_MAP,
+            )  # fmt: skip
+            next_words, next_there = first_words(
+                slab, strip, group, quarter, next_expert, next_position, HIDDEN, BUNDLE,
+                SLOT_STRIDE, TILES, STEPS, DOWN, UNIFORM,
+            )  # fmt: skip
         c0 = tl.zeros((1024,), tl.float32)
         c1 = c0
         c2 = c0
@@ -324,7 +323,7 @@ def product_kernel(
     await_labels()
     products(
         x, slab, labels, codes, ids, expert_map, block_experts, block_routes, out, layer,
-        first_pair, matrix_rows, num_ids, num_experts, position, end, total, expert, route, words,
+        first_pair, matrix_rows, num_ids, num_experts, position, end, expert, route, words,
         there, n1, n2, n3, HIDDEN, BUNDLE, SLOT_STRIDE, PAIRS, TILES, STEPS, DIVISOR, DOWN,
         UNIFORM, SINGLE, HAS_MAP, STEP, PRODUCTS,
     )  # fmt: skip
