@@ -11,6 +11,7 @@ from qsrt_runtime.ops.fused.ends.kernel import (
     arrive,
     await_others,
     block_rows,
+    busy_warps,
     make_middle,
     make_output,
     make_rows,
@@ -25,6 +26,7 @@ from qsrt_runtime.ops.fused.product.kernel import (
     share,
 )
 from qsrt_runtime.ops.kernel import COLUMNS, expert_of, wait_for_previous
+from qsrt_runtime.ops.warps.kernel import warp_number
 
 
 @triton.jit
@@ -158,16 +160,18 @@ def fused_kernel(
             ids, expert_map, block_experts, block_routes, activations,
             position // (tiles * 4 * HELD), num_blocks, num_ids, num_experts, SINGLE, HAS_MAP,
         )  # fmt: skip
-        if FIRST == 0:
-            await_others(arrivals, PROGRAMS)
-        else:
+        if FIRST == 1:
             wait_for_previous(PDL)
-        make_middle(
-            gate_up, slab, activations, weights, ids, expert_map, block_experts, block_routes,
-            middle, position, end, num_blocks, of_middle, rows, activation, num_ids, num_experts,
-            HIDDEN, BUNDLE, SLOT_STRIDE, HELD, tiles, BETA, LINEAR_BETA, WEIGH == "input", SINGLE,
-            HAS_MAP, PROGRAMS,
-        )  # fmt: skip
+        if warp_number() < busy_warps(position, end, rows, tiles, HELD):
+            if FIRST == 0:
+                await_others(arrivals, PROGRAMS)
+            make_middle(
+                gate_up, slab, activations, weights, ids, expert_map, block_experts, block_routes,
+                middle, position, end, num_blocks, of_middle, rows, activation, num_ids,
+                num_experts, HIDDEN, BUNDLE, SLOT_STRIDE, HELD, tiles, BETA, LINEAR_BETA,
+                WEIGH == "input", SINGLE, HAS_MAP, PROGRAMS,
+            )  # fmt: skip
+        tl.debug_barrier()
         if FIRST == 1:
             await_labels()
         products(
@@ -181,19 +185,20 @@ def fused_kernel(
     if LAST == 2:
         svh = scales + 2 * SCALE_ROWS * HIDDEN
         svh_rows: tl.constexpr = SCALE_ROWS if BY_ROUTE else 1
-        at, s0, s1, s2, s3 = output_inputs(
-            tl.program_id(0), svh, weights, num_tokens, ids, expert_map, block_experts,
-            route_places, num_ids, num_experts, HIDDEN, svh_rows, TOPK, CHOICES, AT_ONCE,
-            WEIGH == "output", SINGLE, HAS_MAP, PROGRAMS,
-        )  # fmt: skip
-        if FIRST < 2:
-            await_others(arrivals + 1, PROGRAMS)
-            if tl.program_id(0) == 0:
-                tl.store(arrivals, 0)
-        else:
-            wait_for_previous(PDL)
-        make_output(
-            down, svh, weights, ids, expert_map, block_experts, route_places, out, at, s0, s1, s2,
-            s3, num_tokens, num_blocks, num_ids, num_experts, HIDDEN, svh_rows, tiles, 4 * HELD,
-            TOPK, CHOICES, AT_ONCE, WEIGH == "output", SINGLE, HAS_MAP, PROGRAMS,
-        )  # fmt: skip
+        if tl.program_id(0) < num_tokens * (HIDDEN // 128):
+            inputs = output_inputs(
+                tl.program_id(0), down, svh, weights, num_tokens, num_blocks, ids, expert_map,
+                block_experts, route_places, num_ids, num_experts, HIDDEN, svh_rows, tiles,
+                4 * HELD, TOPK, CHOICES, AT_ONCE, WEIGH == "output", SINGLE, HAS_MAP, PROGRAMS,
+            )  # fmt: skip
+            if FIRST < 2:
+                await_others(arrivals + 1, PROGRAMS)
+                if tl.program_id(0) == 0:
+                    tl.store(arrivals, 0)
+            else:
+                wait_for_previous(PDL)
+            make_output(
+                down, svh, weights, ids, expert_map, block_experts, route_places, out, inputs,
+                num_tokens, num_blocks, num_ids, num_experts, HIDDEN, svh_rows, tiles, 4 * HELD,
+                TOPK, CHOICES, AT_ONCE, WEIGH == "output", SINGLE, HAS_MAP, PROGRAMS,
+            )  # fmt: skip

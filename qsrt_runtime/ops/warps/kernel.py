@@ -17,6 +17,7 @@ _STORE_OPERANDS, _ROTATE_OPERANDS = (
 )
 _TO_WORDS = tl.constexpr(ptx.rotate(ptx.TO_WORDS))
 _TO_FRAGMENTS = tl.constexpr(ptx.rotate(ptx.TO_FRAGMENTS))
+_TOUCH = tl.constexpr(ptx.TOUCH)
 NORM = tl.constexpr(0.08838834764831845)  # 1 / sqrt(128)
 
 
@@ -66,6 +67,14 @@ def warp_number():
     interpreter, where all warps are one, it is 0: conditions are such that it does what any does.
     """
     return tl.inline_asm_elementwise(_WARP, "=r", [], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def touch(pointer, there):
+    """Have what stands there on its way to L2."""
+    tl.inline_asm_elementwise(
+        _TOUCH, "=r,l,r", [pointer, there.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit

@@ -85,6 +85,8 @@ def arithmetic(words: Sequence[str], number: int) -> list[str]:
     return steps
 
 
+# The line of [$1] to L2, unless $2 is 0.
+TOUCH = "{ .reg .pred p; setp.ne.s32 p,$2,0; @p prefetch.global.L2 [$1]; mov.u32 $0,0; }"
 WARP = "{ .reg .b32 thread; mov.u32 thread,%tid.x; shr.u32 $0,thread,5; }"
 NEIGHBOUR = "shfl.sync.idx.b32 $0,$1,$2,31,0xffffffff;"
 

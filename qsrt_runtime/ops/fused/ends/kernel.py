@@ -9,13 +9,14 @@ import triton.language as tl
 
 from qsrt_runtime.ops.fused.ends import ptx
 from qsrt_runtime.ops.kernel import COLUMNS, PLACES, activate, expert_of
-from qsrt_runtime.ops.warps.kernel import warp_number
+from qsrt_runtime.ops.warps.kernel import touch, warp_number
 
-_SUMS, _SUMS_WORDS, _PARTS = tl.constexpr(ptx.SUMS), tl.constexpr(ptx.SUMS_OPERANDS), tl.constexpr(ptx.PARTS)
+_GATE_UP, _GATE_UP_WORDS = tl.constexpr(ptx.sums(2)), tl.constexpr(ptx.sums_operands(2))
+_DOWN, _DOWN_WORDS = tl.constexpr(ptx.sums(1)), tl.constexpr(ptx.sums_operands(1))
+_GATE_UP_PARTS, _DOWN_PARTS = tl.constexpr(ptx.PARTS[2]), tl.constexpr(ptx.PARTS[1])
 _ROTATE, _ROTATE_WORDS = tl.constexpr(ptx.rotate()), tl.constexpr(ptx.ROTATE_OPERANDS)
 _HALVES, _FLOATS = tl.constexpr(ptx.HALVES), tl.constexpr(ptx.FLOATS)
 _PUT, _GET = tl.constexpr(ptx.PUT), tl.constexpr(ptx.GET)
-_TOUCH = tl.constexpr(ptx.TOUCH)
 _ARRIVE, _AWAIT = tl.constexpr(ptx.ARRIVE), tl.constexpr(ptx.AWAIT)
 _NORM = tl.constexpr(0.08838834764831845)  # 1 / sqrt(128)
 
@@ -31,16 +32,15 @@ def arrive(arrivals):
 
 @triton.jit
 def await_others(arrivals, PROGRAMS: tl.constexpr):
-    """Wait until all programs have arrived."""
+    """Have a warp wait until all programs have arrived."""
     tl.inline_asm_elementwise(
         _AWAIT,
-        "=r,l,r,r",
-        [arrivals, tl.arange(0, 1024), PROGRAMS],
+        "=r,l,r",
+        [arrivals + tl.zeros((1024,), tl.int32), PROGRAMS],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
     )
-    tl.debug_barrier()
 
 
 @triton.jit
@@ -93,25 +93,6 @@ def _parts(
     source = partial + ((first + tile) * PLACES + place).to(tl.int64) * COLUMNS + column
     aligned = (STEPS % unit == 0) | (unit % STEPS == 0)
     return source, count, (STEPS + tl.where(aligned, unit - 1, 2 * unit - 2)) // unit
-
-
-@triton.jit
-def _sums(source, parts, most, lane):
-    """Four floats of all parts, up to `most`."""
-    a, b, c, d = lane * 0.0, lane * 0.0, lane * 0.0, lane * 0.0
-    done = 0
-    while done < most:
-        a, b, c, d = tl.inline_asm_elementwise(
-            _SUMS,
-            _SUMS_WORDS,
-            [source.to(tl.int64), parts - done, a, b, c, d],
-            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
-            is_pure=False,
-            pack=1,
-        )
-        source += _PARTS * PLACES * COLUMNS
-        done += _PARTS
-    return a, b, c, d
 
 
 @triton.jit
@@ -176,9 +157,7 @@ def touch_scales(
         there = ((thread >> 1) < slots) & (position < end)
         local = slab.to(tl.pointer_type(tl.uint8)) + expert.to(tl.int64) * BUNDLE + 36 * HIDDEN
         local += (slot % (8 * PAIRS)).to(tl.int64) * SLOT_STRIDE + (thread & 1) * 128
-        tl.inline_asm_elementwise(
-            _TOUCH, "=r,l,r", [local, there.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1
-        )
+        touch(local, there)
 
 
 @triton.jit
@@ -214,6 +193,18 @@ def _records(position, end, block, rows, TILES: tl.constexpr, PAIRS: tl.constexp
 
 
 @triton.jit
+def busy_warps(position, end, rows, TILES: tl.constexpr, PAIRS: tl.constexpr):
+    """At most how many warps have a record of make_middle, one at least.
+
+    rows: of position's block.
+    """
+    steps: tl.constexpr = 4 * PAIRS
+    is_one_block = position % (TILES * steps) + end - position <= TILES * steps
+    pairs = tl.minimum((position % 4 + end - position + 3) // 4, PAIRS)
+    return tl.maximum(pairs * 2 * tl.where(is_one_block, rows, PLACES), 1)
+
+
+@triton.jit
 def make_middle(
     partial, slab, activations, weights, ids, expert_map, block_experts, block_routes, middle,
     position, end, num_blocks, expert, rows, activation, num_ids, num_experts,
@@ -245,7 +236,6 @@ def make_middle(
                 ids, expert_map, block_experts, block_routes, activations, block, num_blocks,
                 num_ids, num_experts, SINGLE, HAS_MAP,
             )  # fmt: skip
-    tl.debug_barrier()
 
 
 @triton.jit
@@ -280,8 +270,21 @@ def _record(
         partial, block * PAIRS + pair, place, side * 128 + lane * 4, there, num_blocks * PAIRS,
         HIDDEN // 64, PROGRAMS,
     )  # fmt: skip
-    g0, g1, g2, g3 = _sums(source, parts, most, lane)
-    h0, h1, h2, h3 = _sums(source + 256, parts, most, lane)
+    g0, g1, g2, g3 = lane * 0.0, lane * 0.0, lane * 0.0, lane * 0.0
+    h0, h1, h2, h3 = g0, g0, g0, g0
+    number = 0
+    while number < most:
+        g0, g1, g2, g3, h0, h1, h2, h3 = tl.inline_asm_elementwise(
+            _GATE_UP,
+            _GATE_UP_WORDS,
+            [source.to(tl.int64), parts - number, g0, g1, g2, g3, h0, h1, h2, h3],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32,
+                   tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=False,
+            pack=1,
+        )  # fmt: skip
+        source += _GATE_UP_PARTS * PLACES * COLUMNS
+        number += _GATE_UP_PARTS
     g0, g1, g2, g3 = _rotate(g0, g1, g2, g3, lane)
     h0, h1, h2, h3 = _rotate(h0, h1, h2, h3, lane)
     s0, s1, s2, s3 = _floats(gate, more_gate)
@@ -322,13 +325,14 @@ def _output_of(
 
 @triton.jit
 def output_inputs(
-    start, scales, weights, num_tokens, ids, expert_map, block_experts, route_places, num_ids,
-    num_experts, HIDDEN: tl.constexpr, SCALE_ROWS: tl.constexpr, TOPK: tl.constexpr,
-    CHOICES: tl.constexpr, AT_ONCE: tl.constexpr, WEIGH: tl.constexpr, SINGLE: tl.constexpr,
+    start, partial, scales, weights, num_tokens, num_blocks, ids, expert_map, block_experts,
+    route_places, num_ids, num_experts, HIDDEN: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    TILES: tl.constexpr, STEPS: tl.constexpr, TOPK: tl.constexpr, CHOICES: tl.constexpr,
+    AT_ONCE: tl.constexpr, WEIGH: tl.constexpr, SINGLE: tl.constexpr,
     HAS_MAP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """What make_output needs of _output_of that no other program makes: where each route stands,
-    PLACES times its block and the place in it, or -1; and what its lane's four sums are times.
+    """What make_output needs of _output_of that no other program makes: _parts of each route, and
+    what its lane's four sums are times.
     """
     lane = tl.arange(0, 1024) & 31
     group, route, there = _output_of(start, num_tokens, HIDDEN, TOPK, CHOICES, AT_ONCE, PROGRAMS)
@@ -350,13 +354,18 @@ def output_inputs(
     factor = tl.where(there, _NORM, 0.0)
     if WEIGH:
         factor *= tl.load(weights + route, mask=there, other=0).to(tl.float32)
-    return at, s0 * factor, s1 * factor, s2 * factor, s3 * factor
+    block, place = tl.maximum(at, 0) // PLACES, tl.maximum(at, 0) % PLACES
+    source, parts, most = _parts(
+        partial, block * TILES + group // 4, place, group % 4 * 128 + lane * 4, there,
+        num_blocks * TILES, STEPS, PROGRAMS,
+    )  # fmt: skip
+    return source, parts, most, s0 * factor, s1 * factor, s2 * factor, s3 * factor
 
 
 @triton.jit
 def make_output(
-    partial, scales, weights, ids, expert_map, block_experts, route_places, out, at, s0, s1, s2, s3,
-    num_tokens, num_blocks, num_ids, num_experts,
+    partial, scales, weights, ids, expert_map, block_experts, route_places, out, inputs, num_tokens,
+    num_blocks, num_ids, num_experts,
     HIDDEN: tl.constexpr, SCALE_ROWS: tl.constexpr, TILES: tl.constexpr, STEPS: tl.constexpr,
     TOPK: tl.constexpr, CHOICES: tl.constexpr, AT_ONCE: tl.constexpr, WEIGH: tl.constexpr,
     SINGLE: tl.constexpr, HAS_MAP: tl.constexpr, PROGRAMS: tl.constexpr,
@@ -364,48 +373,53 @@ def make_output(
     """Each token's routes rotated, scaled and summed, to out; see combine_kernel.
 
     128 channels of a route to a warp; those of a token meet in shared memory, where nobody needs
-    the labels any more.   at to s3: output_inputs from the program on.
+    the labels any more.   inputs: output_inputs from the program on.
     CHOICES: TOPK rounded up to a power of two, at most 32.   AT_ONCE: 32 // CHOICES, at most 8.
     """
     thread = tl.arange(0, 1024)
     lane = thread & 31
     groups: tl.constexpr = HIDDEN // 128
     start = tl.program_id(0)
+    source, parts, most, s0, s1, s2, s3 = inputs
     while start < num_tokens * groups:
-        group, _, _ = _output_of(start, num_tokens, HIDDEN, TOPK, CHOICES, AT_ONCE, PROGRAMS)
-        there = at >= 0
-        block, place = tl.maximum(at, 0) // PLACES, tl.maximum(at, 0) % PLACES
-        source, parts, most = _parts(
-            partial, block * TILES + group // 4, place, group % 4 * 128 + lane * 4, there,
-            num_blocks * TILES, STEPS, PROGRAMS,
-        )  # fmt: skip
         a, b, c, d = lane * 0.0, lane * 0.0, lane * 0.0, lane * 0.0
         if start + warp_number() // CHOICES * PROGRAMS < num_tokens * groups:
-            a, b, c, d = _sums(source, parts, most, lane)
+            done = 0
+            while done < most:
+                a, b, c, d = tl.inline_asm_elementwise(
+                    _DOWN,
+                    _DOWN_WORDS,
+                    [source.to(tl.int64), parts - done, a, b, c, d],
+                    dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+                    is_pure=False,
+                    pack=1,
+                )
+                source += _DOWN_PARTS * PLACES * COLUMNS
+                done += _DOWN_PARTS
             a, b, c, d = _rotate(a, b, c, d, lane)
-            a = tl.where(there, a * s0, 0)
-            b = tl.where(there, b * s1, 0)
-            c = tl.where(there, c * s2, 0)
-            d = tl.where(there, d * s3, 0)
+            a = tl.where(parts > 0, a * s0, 0)
+            b = tl.where(parts > 0, b * s1, 0)
+            c = tl.where(parts > 0, c * s2, 0)
+            d = tl.where(parts > 0, d * s3, 0)
         tl.inline_asm_elementwise(
             _PUT, "=r,r,f,f,f,f", [thread * 16, a, b, c, d], dtype=tl.int32, is_pure=False, pack=1
         )
         tl.debug_barrier()
         item = start + (thread >> 7) * PROGRAMS
         there = (thread < AT_ONCE * 128) & (item < num_tokens * groups)
-        source = (thread >> 7) * (CHOICES * 512) + (thread & 127) * 4
+        first = (thread >> 7) * (CHOICES * 512) + (thread & 127) * 4
         total = tl.zeros((1024,), tl.float32)
         for other in tl.static_range(0, TOPK):
             total += tl.inline_asm_elementwise(
-                _GET, "=f,r", [source + other * 512], dtype=tl.float32, is_pure=False, pack=1
+                _GET, "=f,r", [first + other * 512], dtype=tl.float32, is_pure=False, pack=1
             )
         target = out + (item // groups).to(tl.int64) * HIDDEN + item % groups * 128 + (thread & 127)
         tl.store(target, total.to(out.dtype.element_ty), mask=there)
         tl.debug_barrier()
         start += AT_ONCE * PROGRAMS
         if start < num_tokens * groups:
-            at, s0, s1, s2, s3 = output_inputs(
-                start, scales, weights, num_tokens, ids, expert_map, block_experts, route_places,
-                num_ids, num_experts, HIDDEN, SCALE_ROWS, TOPK, CHOICES, AT_ONCE, WEIGH, SINGLE,
-                HAS_MAP, PROGRAMS,
+            source, parts, most, s0, s1, s2, s3 = output_inputs(
+                start, partial, scales, weights, num_tokens, num_blocks, ids, expert_map,
+                block_experts, route_places, num_ids, num_experts, HIDDEN, SCALE_ROWS, TILES,
+                STEPS, TOPK, CHOICES, AT_ONCE, WEIGH, SINGLE, HAS_MAP, PROGRAMS,
             )  # fmt: skip

@@ -3,28 +3,34 @@
 from qsrt_runtime.ops.warps.ptx import LABELS
 from qsrt_runtime.workspace import COLUMNS, PLACES
 
-PARTS = 8  # that sums adds at once, as registers allow
+PARTS = {1: 8, 2: 4}  # that sums of so many matrices adds at once, as registers allow
 _PART = 4 * PLACES * COLUMNS  # bytes
 
 
-def sums() -> str:
-    """Four floats of each of up to PARTS parts, added to others.
+def sums(matrices: int) -> str:
+    """Four floats of each matrix, 256 floats apart, of up to PARTS parts, added to others.
 
-    Out: $0..$3.   In: a pointer, how many parts there are, and what is added to.
+    Out: $0.. (4 matrices).   In: a pointer, how many parts there are, and what is added to.
     """
-    values = [f"v{i}" for i in range(4 * PARTS)]
+    count, parts = 4 * matrices, PARTS[matrices]
+    values = [f"v{i}" for i in range(count * parts)]
     body = [f"{{ .reg .pred p; .reg .f32 {','.join(values)};"]
-    body += [f"mov.f32 ${i},${6 + i};" for i in range(4)]
-    for part in range(PARTS):
-        body.append(f"setp.le.s32 p,$5,{part}; @p bra done{part};")
-        body.append(f"ld.global.v4.f32 {{{','.join(values[4 * part :][:4])}}},[$4+{part * _PART}];")
-    for part in reversed(range(PARTS)):
-        body += [f"add.f32 ${i},${i},{values[4 * part + i]};" for i in range(4)]
+    body += [f"mov.f32 ${i},${count + 2 + i};" for i in range(count)]
+    for part in range(parts):
+        body.append(f"setp.le.s32 p,${count + 1},{part}; @p bra done{part};")
+        for matrix in range(matrices):
+            four = ",".join(values[count * part + 4 * matrix :][:4])
+            body.append(f"ld.global.v4.f32 {{{four}}},[${count}+{part * _PART + 1024 * matrix}];")
+    for part in reversed(range(parts)):
+        body += [f"add.f32 ${i},${i},{values[count * part + i]};" for i in range(count)]
         body.append(f"done{part}:")
     return "\n".join([*body, "}"])
 
 
-SUMS, SUMS_OPERANDS = sums(), "=&f,=&f,=&f,=&f,l,r,f,f,f,f"
+def sums_operands(matrices: int) -> str:
+    """Constraints of sums."""
+    floats = 4 * matrices
+    return ",".join(["=&f"] * floats + ["l", "r"] + ["f"] * floats)
 
 
 def rotate() -> str:
@@ -51,18 +57,16 @@ FLOATS = (
     "{ .reg .b16 h<4>; mov.b32 {h0,h1},$4; mov.b32 {h2,h3},$5; "
     "cvt.f32.f16 $0,h0; cvt.f32.f16 $1,h1; cvt.f32.f16 $2,h2; cvt.f32.f16 $3,h3; }"
 )
-# The line of [$1] to L2, unless $2 is 0.
-TOUCH = "{ .reg .pred p; setp.ne.s32 p,$2,0; @p prefetch.global.L2 [$1]; mov.u32 $0,0; }"
 # Four floats to the labels' memory, $1 bytes on; and one from there.
 PUT = f"{{ st.shared.v4.f32 [$1+{LABELS}],{{$2,$3,$4,$5}}; mov.u32 $0,0; }}"
 GET = f"ld.shared.f32 $0,[$1+{LABELS}];"
-# Thread 0 of a program tells [$1] that it is here; and waits until $3 programs are.
+# Thread 0 of a program tells [$1] that it is here.
 ARRIVE = (
     "{ .reg .pred p; setp.ne.b32 p,$2,0; @p bra told; fence.acq_rel.gpu; "
     "red.relaxed.gpu.global.add.u32 [$1],1; told: mov.u32 $0,0; }"
 )
+# Waits until $2 programs are.
 AWAIT = (
-    "{ .reg .pred p; .reg .b32 arrived; setp.ne.b32 p,$2,0; @p bra met; "
-    "waiting: ld.acquire.gpu.global.u32 arrived,[$1]; setp.lt.u32 p,arrived,$3; "
-    "@p bra waiting; met: mov.u32 $0,0; }"
+    "{ .reg .pred p; waiting: ld.acquire.gpu.global.u32 $0,[$1]; setp.lt.u32 p,$0,$2; "
+    "@p bra waiting; }"
 )
