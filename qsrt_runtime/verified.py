@@ -16,22 +16,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import qsrt_runtime
+from qsrt_runtime.cache import cache_folder
 from qsrt_runtime.format import schema
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.manifest import CHECKSUMS, MARKER
 from qsrt_runtime.format.package import Package
 
 logger = logging.getLogger(__name__)
-
-
-def stamp_folder() -> Path:
-    """Where stamps lie: qsrt/verified in the user's cache, $XDG_CACHE_HOME or ~/.cache.
-
-    RuntimeError for a user without a home.
-    """
-    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    home = cache if cache.is_absolute() else Path("~/.cache").expanduser()
-    return home / "qsrt" / "verified"
 
 
 def fingerprint(package: Package) -> str:
@@ -87,7 +78,7 @@ def remember(package: Package, found: str) -> None:
 
 def _stamp(package: Package) -> Path:
     """The package's stamp; RuntimeError where it would lie inside the package."""
-    path, folder = package.path.resolve(), stamp_folder().resolve()
+    path, folder = package.path.resolve(), cache_folder("verified").resolve()
     if path == folder or path in folder.parents:
         raise RuntimeError(f"the cache {folder} lies inside the package")
     return folder / hashlib.sha256(os.fsencode(path)).hexdigest()

@@ -29,7 +29,7 @@ from qsrt_runtime.ops.expand.warps.kernel import expand_warps_kernel
 from qsrt_runtime.ops.expand.warps.ptx import group
 from qsrt_runtime.ops.expert_gemm.kernel import plain_kernel
 from qsrt_runtime.ops.fused.kernel import fused_kernel
-from qsrt_runtime.ops.fused.product import OF_ONE_TOKEN, ptx
+from qsrt_runtime.ops.fused.product import ptx
 from qsrt_runtime.ops.fused.product.kernel import product_kernel
 from qsrt_runtime.ops.fused.product.quantized import ptx as quantized_ptx
 from qsrt_runtime.ops.fused.product.quantized.kernel import quantized_kernel
@@ -76,15 +76,15 @@ COMMON = {
 # Tokens that are not grouped, rows made of each, pairs by arithmetic; in one launch and in three.
 FUSED = {
     "grouped": (0, 0, BY_ARITHMETIC[4], (0, 2)),
-    "one_token": (1, 2, OF_ONE_TOKEN, (0, 2)),
+    "one_token": (1, 2, BY_ARITHMETIC[4], (0, 2)),
     "two_tokens": (2, 2, BY_ARITHMETIC[4], (0, 2)),
     **{f"grouped_{i}": (0, 0, BY_ARITHMETIC[4], (i, i)) for i in range(3)},
     **{f"several_{i}": (0, 0, BY_ARITHMETIC[5], (i, i)) for i in range(3)},
-    **{f"one_token_{i}": (1, 2, OF_ONE_TOKEN, (i, i)) for i in range(3)},
-    "one_token_prepared": (1, 0, OF_ONE_TOKEN, (0, 0)),
+    **{f"one_token_{i}": (1, 2, BY_ARITHMETIC[4], (i, i)) for i in range(3)},
+    "one_token_prepared": (1, 0, BY_ARITHMETIC[4], (0, 0)),
 }
 CAPABILITIES = {  # others' are 80 and 90
-    **dict.fromkeys(("product", "product_several", "product_one", "wide"), (90,)),
+    **dict.fromkeys(("product", "product_several", "wide"), (90,)),
     **dict.fromkeys((f"fused_{name}" for name in FUSED), (90,)),
     **dict.fromkeys(("expand_warps", "expand_warps_uniform"), (90,)),
     **dict.fromkeys(("prepare_a8", "activate_a8", "plain_a8"), (89, 90)),
@@ -96,7 +96,6 @@ PRODUCTS = ptx.products(True)
 PRODUCT_PAIRS = {
     "product": BY_ARITHMETIC[4],
     "product_several": BY_ARITHMETIC[5],
-    "product_one": OF_ONE_TOKEN,
 }
 GEMM = {"TILES": 2, "STEPS": 16, "DIVISOR": 1, "DOWN": False}
 KERNELS = {
@@ -309,6 +308,8 @@ def compiled(name: str, capability: int) -> dict[str, object]:
         "layouts": found.asm["ttgir"].count("convert_layout"),
         "e4m3": len(re.findall(r"mma\.sync\S*\.e4m3\.e4m3", text)),
         "flushes": len(re.findall(r"\b(?:add|sub|mul|fma|max|min)\.\S*ftz", text)),
+        "barriers": len(re.findall(r"\bbar(?:rier)?\.", text)),
+        "written_barriers": len(re.findall(r"\b(?:gpu|ttg)\.barrier", found.asm["ttgir"])),
         "stack": stack(found.asm["cubin"]),
     }
 

@@ -54,6 +54,7 @@ def test_wheel_holds_both_packages_the_schemas_and_nothing_else(wheel: Path) -> 
     assert schemas == {path.name for path in (ROOT / "schemas").iterdir()}
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert "qsrt_pack/report/page.html" in names
+    assert "qsrt_runtime/reader.c" in names
     (entry_points,) = (name for name in names if name.endswith("entry_points.txt"))
     plugin = "[vllm.general_plugins]\nqsrt = qsrt_runtime.integrations.vllm:register\n"
     assert plugin in zipfile.ZipFile(wheel).read(entry_points).decode()

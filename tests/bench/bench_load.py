@@ -9,16 +9,16 @@ after a conversion on, not as they were written, an expert at a time: its pages 
 """
 
 import argparse
-import ctypes
 import os
 import shutil
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from itertools import product
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 
@@ -27,7 +27,7 @@ from packages import write_package
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import qsrt_runtime.integrations.transformers  # noqa: F401
-from qsrt_runtime import load_package, staging
+from qsrt_runtime import load_package, reader, staging
 from qsrt_runtime.format.geometry import Geometry
 
 REPEATS = 5
@@ -65,37 +65,6 @@ def load(path: Path, verify: str) -> float:
     return load_package(path, device="cuda", verify=verify).load_s
 
 
-def read_mapped(part: staging._Part, memory: torch.Tensor) -> None:
-    """In place of staging._read: copy out of a mapping of the file."""
-    storage = torch.UntypedStorage.from_file(str(part.path), False, part.path.stat().st_size)
-    address = memory.data_ptr()
-    for start, size in part.pieces:
-        ctypes.memmove(address, storage.data_ptr() + start, size)
-        address += size
-
-
-@contextmanager
-def using(**values: object) -> Iterator[None]:
-    """staging with other values of these names."""
-    before = {name: getattr(staging, name) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(staging, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(staging, name, value)
-
-
-def read_only(path: Path) -> float:
-    """As load, with the copies to the GPU left out."""
-    copy, torch.Tensor.copy_ = torch.Tensor.copy_, lambda self, *_, **__: self
-    try:
-        return load(path, "once")
-    finally:
-        torch.Tensor.copy_ = copy
-
-
 def drop_pages(folder: Path) -> None:
     """Take the files of a folder out of the page cache."""
     for path in folder.iterdir():
@@ -127,21 +96,17 @@ def bench_load(path: Path, sweep: bool) -> None:
     start = time.perf_counter()
     load_package(path, device="cuda")
     say(f"load_package, call to return, all documents: {time.perf_counter() - start:.3f} s")
-    report("the reading alone", size, median_s(lambda: read_only(path)), plain)
     if sweep:
         bench_sweep(path, size, plain)
 
 
 def bench_sweep(path: Path, size: int, plain: float) -> None:
-    ways: dict[str, dict[str, object]] = {
-        f"{threads} threads, parts of {mib} MiB": {"THREADS": threads, "PART": mib << 20}
-        for threads in (16, 12, 8, 4, 1)
-        for mib in (4, 8, 16)
-    }
-    ways["copies out of mappings"] = {"_read": read_mapped}
-    for name, values in ways.items():
-        with using(**values):
-            report(name, size, median_s(lambda: load(path, "once")), plain)
+    for threads, mib in product((16, 12, 8, 4, 1), (2, 4, 8)):
+        with patch.multiple(reader, THREADS=threads, PART=mib << 20):
+            seconds = median_s(lambda: load(path, "once"))
+        report(f"{threads} threads, parts of {mib} MiB", size, seconds, plain)
+    with patch.object(staging, "library", lambda: None):
+        report("the caller's thread alone", size, median_s(lambda: load(path, "once")), plain)
 
 
 def bench_memory(path: Path, geometry: Geometry) -> None:

@@ -1,7 +1,9 @@
 """Small calls of moe_decode and moe_prefill by each way of an sm_90, for compute-sanitizer.
 
 compute-sanitizer --tool memcheck python tests/bench/check_kernels.py
-compute-sanitizer --tool racecheck python tests/bench/check_kernels.py
+compute-sanitizer --tool racecheck python tests/bench/check_kernels.py [decode|a8|labels|prefill ...]
+
+By default all four. Racecheck takes long: it is best run by several processes, one of each.
 """
 
 import sys
@@ -24,7 +26,7 @@ from qsrt_runtime.ops.expert_gemm import expert_gemm
 from qsrt_runtime.ops.fused.product import product
 from qsrt_runtime.ops.fused.product.quantized import quantized_product
 from qsrt_runtime.weights import LayerWeights
-from qsrt_runtime.workspace import FEW_TOKENS, make_prefill_workspace
+from qsrt_runtime.workspace import make_prefill_workspace
 
 # Weights up to which there are one launch and three, by warps, dependent launches.
 WAYS = (
@@ -33,6 +35,14 @@ WAYS = (
     ((0, 0), (True, True)),
     ((0, 0), (False, False)),
 )
+
+FEW = (1, 2, 11)
+TOKENS = {
+    "decode": (*FEW, 40),  # the last in blocks of 32 places, where pairs are of 3 bits
+    "a8": FEW,
+    "labels": FEW,
+    "prefill": (70,),
+}
 
 
 def check_decode(layer: LayerWeights, tokens: int) -> None:
@@ -51,6 +61,7 @@ def check_decode(layer: LayerWeights, tokens: int) -> None:
 
 def check_a8(layer: LayerWeights, tokens: int) -> None:
     """By each product of quantized rows that an sm_90 has."""
+    decode.ways = lambda _device: (True, True)
     x, ids, weights = inputs(layer, tokens, 3, BFLOAT)
     ids[-1, 1] = -1
     expected = moe_forward_reference(x.float(), layer, ids, weights, activation="a8")
@@ -67,6 +78,7 @@ def check_a8(layer: LayerWeights, tokens: int) -> None:
 
 def check_labels(layer: LayerWeights, tokens: int) -> None:
     """Expanded: the labels, and the product of few tokens."""
+    decode.ways = lambda _device: (True, True)
     x, ids, weights = inputs(layer, tokens, 3, BFLOAT)
     ids[-1, 1] = -1
     expected = moe_forward_reference(x.float(), layer, ids, weights)
@@ -89,19 +101,19 @@ def check_prefill(layer: LayerWeights, tokens: int) -> None:
             raise SystemExit("wrong")
 
 
+CHECKS = {"decode": check_decode, "a8": check_a8, "labels": check_labels, "prefill": check_prefill}
+
+
 def main() -> None:
+    wanted = sys.argv[1:] or list(CHECKS)
     device = torch.device("cuda")
     for codes, sides in (([0] * 5, "one"), ([0, 0x11, 0x12, 0x21, 0], "expert")):
         layer = random_layer(Geometry(640, 512, 5), device, codes=codes, sides=sides)
-        for tokens in (1, 2, 11, 40):  # the last in blocks of 32 places, where pairs are of 3 bits
-            check_decode(layer, tokens)
-            decode.ways = lambda _device: (True, True)
-            if tokens <= FEW_TOKENS:
-                check_a8(layer, tokens)
-                check_labels(layer, tokens)
-        check_prefill(layer, 70)
+        for name in wanted:
+            for tokens in TOKENS[name]:
+                CHECKS[name](layer, tokens)
     torch.cuda.synchronize()
-    sys.stdout.write("checked\n")
+    sys.stdout.write(f"checked {', '.join(wanted)}\n")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from checkpoints import edit_json
 from packages import write_package
 
 import qsrt_runtime
-from qsrt_runtime import load, staging, verified
+from qsrt_runtime import cache, load, reader, staging
 from qsrt_runtime.format import container
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.format.geometry import Geometry, TrueSizes, extent
@@ -266,13 +266,14 @@ def test_experts_that_are_no_range(many):
 @pytest.fixture
 def read(monkeypatch):
     """The byte ranges of layer files that were read since the list was cleared."""
-    ranges, original = [], staging._read
+    ranges, original = [], reader._read
 
-    def counted(part, memory):
-        ranges.extend((part.path.name, range(start, start + size)) for start, size in part.pieces)
-        return original(part, memory)
+    def counted(path, file, start, memory):
+        ranges.append((path.name, range(start, start + memory.nbytes)))
+        return original(path, file, start, memory)
 
-    monkeypatch.setattr(staging, "_read", counted)
+    monkeypatch.setattr(staging, "library", lambda: None)
+    monkeypatch.setattr(reader, "_read", counted)
     return ranges
 
 
@@ -520,9 +521,9 @@ def test_stamps_lie_outside_the_package(package, tmp_path, monkeypatch):
     stamps = (tmp_path / "cache/qsrt/verified").iterdir()
     assert sorted(path.suffix for path in stamps) == ["", ".lock"]
     monkeypatch.setenv("HOME", str(tmp_path))
-    for cache in ("", "relative"):
-        monkeypatch.setenv("XDG_CACHE_HOME", cache)
-        assert verified.stamp_folder() == tmp_path / ".cache/qsrt/verified"
+    for folder in ("", "relative"):
+        monkeypatch.setenv("XDG_CACHE_HOME", folder)
+        assert cache.cache_folder("verified") == tmp_path / ".cache/qsrt/verified"
     monkeypatch.setenv("XDG_CACHE_HOME", str(package / "cache"))
     load_package(package)
     assert sorted(package.rglob("*")) == before
@@ -533,7 +534,7 @@ def test_user_without_a_home(package, monkeypatch, caplog):
         raise RuntimeError("Could not determine home directory.")
 
     monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(verified.Path, "expanduser", no_home)
+    monkeypatch.setattr(cache.Path, "expanduser", no_home)
     assert load_package(package).layers
     assert "will be verified again next time" in caplog.text
 

@@ -1,13 +1,15 @@
 import errno
 import os
-import time
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from qsrt_runtime import staging
+from qsrt_runtime import reader, staging
 from qsrt_runtime.format.errors import FormatError
+from qsrt_runtime.reader import library
 from qsrt_runtime.staging import Staging
 
 CPU = torch.device("cpu")
@@ -16,15 +18,29 @@ DEVICES = [CPU, pytest.param(torch.device("cuda", 0), marks=pytest.mark.gpu)]
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
-    monkeypatch.setattr(staging, "THREADS", 3)
-    monkeypatch.setattr(staging, "PART", 4096)
+    monkeypatch.setattr(reader, "THREADS", 3)
+    monkeypatch.setattr(reader, "PART", 4096)
+
+
+@pytest.fixture(autouse=True, params=["threads", "caller"])
+def way(monkeypatch, request):
+    """Have files read by threads in C, or by the caller's."""
+    if request.param == "caller":
+        monkeypatch.setattr(staging, "library", lambda: None)
+    elif library() is None:
+        pytest.skip("no C compiler")
+    return request.param
+
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
 
 
 @pytest.mark.parametrize("device", DEVICES, ids=str)
-@pytest.mark.parametrize("threads", [1, 3, 16])
+@pytest.mark.parametrize("count", [1, 3, 16])
 @pytest.mark.parametrize("size", [0, 1, 4096, 4097, 37 * 4096 + 17])
-def test_bytes_arrive(tmp_path, monkeypatch, device, threads, size):
-    monkeypatch.setattr(staging, "THREADS", threads)
+def test_bytes_arrive(tmp_path, monkeypatch, device, count, size):
+    monkeypatch.setattr(reader, "THREADS", count)
     data = os.urandom(size + 300)
     (tmp_path / "file").write_bytes(data)
     with Staging(device) as reading:
@@ -41,7 +57,7 @@ def test_bytes_arrive(tmp_path, monkeypatch, device, threads, size):
     [(1, 9973, 9973), (7, 9973, 9973), (7, 9973, 10007), (301, 17, 33), (5, 0, 8), (0, 8, 8)],
 )
 def test_rows_arrive(tmp_path, monkeypatch, device, part, rows, size, stride):
-    monkeypatch.setattr(staging, "PART", part)
+    monkeypatch.setattr(reader, "PART", part)
     data = os.urandom(rows * stride + 50)
     (tmp_path / "file").write_bytes(data)
     with Staging(device) as reading:
@@ -68,7 +84,9 @@ def test_file_that_is_cut_after_it_was_opened(tmp_path):
         os.truncate(tmp_path / "file", 5000)
 
 
-def test_reads_that_bring_less_than_asked(tmp_path, monkeypatch):
+def test_reads_that_bring_less_than_asked(tmp_path, monkeypatch, way):
+    if way == "threads":
+        pytest.skip("in C nothing can be put in pread's place")
     original, data = os.preadv, os.urandom(9000)
     monkeypatch.setattr(os, "preadv", lambda file, views, at: original(file, [views[0][:700]], at))
     (tmp_path / "file").write_bytes(data)
@@ -99,29 +117,97 @@ def test_files_are_closed(tmp_path):
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_an_interrupt_waits_for_the_threads(tmp_path, monkeypatch):
-    """No thread reads from a descriptor that is closed, and perhaps opened anew."""
-    (tmp_path / "file").write_bytes(bytes(100 * 4096))
-    started, errors, original = [], [], staging._read
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+def test_an_error_ends_threads_and_closes_files(tmp_path, device):
+    """None reads on from a descriptor that is closed, and perhaps opened anew."""
+    (tmp_path / "file").write_bytes(bytes(1 << 20))
+    torch.zeros(1, device=device)
+    files, before = os.listdir("/proc/self/fd"), threads()
+    for _ in range(20):
+        with pytest.raises(ZeroDivisionError), Staging(device) as reading:
+            for _ in range(50):
+                reading.read(tmp_path / "file", 0, 1 << 20)
+            raise ZeroDivisionError
+        assert threads() == before
+    assert os.listdir("/proc/self/fd") == files
 
-    class Interrupted(staging.Thread):
-        def start(self):
-            if len(started) == 2:
-                raise KeyboardInterrupt
-            started.append(self)
-            super().start()
 
-    def slow(part, memory):
-        time.sleep(0.01)
-        try:
-            original(part, memory)
-        except BaseException as error:
-            errors.append(error)
+def test_the_first_error_is_told(tmp_path):
+    (tmp_path / "good").write_bytes(bytes(1 << 20))
+    (tmp_path / "short").write_bytes(bytes(5000))
+    for _ in range(20):
+        with pytest.raises(FormatError, match="short ends at byte 5000;"), Staging(CPU) as reading:
+            for _ in range(10):
+                reading.read(tmp_path / "good", 0, 1 << 20)
+            reading.read(tmp_path / "short", 0, 6000)
+            for _ in range(10):
+                reading.read(tmp_path / "good", 0, 1 << 20)
 
-    monkeypatch.setattr(staging, "Thread", Interrupted)
-    monkeypatch.setattr(staging, "_read", slow)
-    with pytest.raises(KeyboardInterrupt), Staging(CPU) as reading:
-        reading.read(tmp_path / "file", 0, 100 * 4096)
-    assert len(started) == 2
-    assert not any(thread.is_alive() for thread in started)
-    assert errors == []
+
+def test_an_interrupt_while_reading(tmp_path, way):
+    """Heard within a part or a tenth of a second, not when all is read."""
+    (tmp_path / "file").write_bytes(bytes(1 << 26))
+    script = f"""
+import os, signal, sys, threading, time
+import torch
+from pathlib import Path
+from qsrt_runtime import staging
+if {way == "caller"}:
+    staging.library = lambda: None
+signal.signal(signal.SIGINT, signal.default_int_handler)
+try:
+    with staging.Staging(torch.device("cpu")) as reading:
+        for _ in range(60):  # a minute of work
+            reading.read_rows(Path(sys.argv[1]), 0, 1 << 20, 1, 64)
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        start = time.monotonic()
+except KeyboardInterrupt:
+    sys.exit(3 if time.monotonic() - start < 2 else 4)
+"""
+    command = [sys.executable, "-c", script, str(tmp_path / "file")]
+    assert subprocess.run(command, check=False).returncode == 3
+
+
+@pytest.mark.parametrize("compiler", ["", "false", "/nowhere/cc"])
+def test_without_a_compiler_files_are_read_all_the_same(tmp_path, compiler):
+    script = """
+import sys
+import torch
+from pathlib import Path
+from qsrt_runtime import reader, staging
+assert reader.library() is None
+with staging.Staging(torch.device("cpu")) as reading:
+    found = reading.read(Path(sys.argv[1]), 1, 3)
+assert found.tolist() == [2, 3, 4]
+"""
+    (tmp_path / "file").write_bytes(bytes(range(1, 10)))
+    values = {"CC": compiler, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    if not compiler:
+        values["PATH"] = str(tmp_path)
+    command = [sys.executable, "-c", script, str(tmp_path / "file")]
+    done = subprocess.run(
+        command, env={**os.environ, **values}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "files are read by one thread, slowly: " in done.stderr
+
+
+def test_is_compiled_once(tmp_path, way):
+    if way == "caller":
+        pytest.skip("nothing is compiled")
+    script = "from qsrt_runtime import reader; assert reader.library()"
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", script], env=environment, check=True)
+        (kept,) = (tmp_path / "qsrt/native").iterdir()
+        environment["CC"] = "/nowhere/cc"
+    assert kept.suffix == ".so"
+
+
+def test_a_cache_that_cannot_be_written(tmp_path, way):
+    if way == "caller":
+        pytest.skip("nothing is compiled")
+    (tmp_path / "file").touch()
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "file")}
+    script = "from qsrt_runtime import reader; assert reader.library()"
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)

@@ -236,15 +236,15 @@ FOUR, FIVE = BY_ARITHMETIC[4], BY_ARITHMETIC[5]
 @pytest.mark.parametrize(
     ("sizes", "held", "inputs", "tokens", "topk", "launches", "rows", "pairs"),
     [
-        ((1024, 512, 256), 16, 1, 1, 8, 1, True, product.OF_ONE_TOKEN),
+        ((1024, 512, 256), 16, 1, 1, 8, 1, True, FOUR),
         ((1024, 512, 256), 16, 2, 2, 8, 1, True, FOUR),
         ((1024, 512, 256), 16, 0, 2, 8, 1, False, FOUR),
         ((1024, 512, 256), 16, 1, 3, 8, 3, False, FOUR),
-        ((2048, 768, 128), 24, 1, 1, 8, 3, True, product.OF_ONE_TOKEN),
+        ((2048, 768, 128), 24, 1, 1, 8, 3, True, FOUR),
         ((2048, 768, 128), 8, 1, 2, 8, 1, True, FOUR),  # a rank's
         ((2048, 768, 128), 24, 1, 2, 8, 3, False, FOUR),
         ((2176, 256, 64), 8, 1, 2, 8, 1, False, FOUR),
-        ((6144, 2048, 32), 64, 1, 1, 8, 3, False, product.OF_ONE_TOKEN),
+        ((6144, 2048, 32), 64, 1, 1, 8, 3, False, FOUR),
         ((6144, 2048, 32), 64, 1, 4, 8, 0, False, FOUR),
         ((6144, 2048, 32), 64, 1, 8, 8, 0, False, FIVE),
         ((128, 256, 64), 8, 1, 2, 33, 0, False, FOUR),

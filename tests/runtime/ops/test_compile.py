@@ -64,8 +64,15 @@ def test_labels_go_to_tensor_cores_as_they_are(compiled, kernel):
 
 @pytest.mark.parametrize("kernel", WHOLE + STAGES)
 def test_fused_has_registers_enough(compiled, kernel):
-    """But for a few that lie in memory meanwhile: up to 32 bytes by Triton 3.6, more by 3.9."""
-    assert (compiled[kernel, 90]["stack"] or 0) <= 64
+    """But for a few that lie in memory meanwhile."""
+    assert (compiled[kernel, 90]["stack"] or 0) <= 32
+
+
+@pytest.mark.parametrize("kernel", WHOLE + STAGES)
+def test_fused_has_no_barriers_of_tritons(compiled, kernel):
+    """Where some warps alone do something, they would wait there for ever."""
+    found = compiled[kernel, 90]
+    assert found["barriers"] == found["written_barriers"] + 1  # the gather's that is never run
 
 
 @pytest.mark.parametrize(
@@ -73,7 +80,6 @@ def test_fused_has_registers_enough(compiled, kernel):
     [
         ("product", 131072, 0, 90),
         ("product_several", 131072, 0, 90),
-        ("product_one", 131072, 0, 90),
         ("wide", 131072, 0, 90),
         *((kernel, 131072, 1, 90) for kernel in WHOLE),
         *((kernel, 131072, int(kernel[-1] == "2"), 90) for kernel in STAGES),

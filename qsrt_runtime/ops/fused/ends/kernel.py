@@ -397,10 +397,7 @@ def make_output(
                 source += _DOWN_PARTS * PLACES * COLUMNS
                 done += _DOWN_PARTS
             a, b, c, d = _rotate(a, b, c, d, lane)
-            a = tl.where(parts > 0, a * s0, 0)
-            b = tl.where(parts > 0, b * s1, 0)
-            c = tl.where(parts > 0, c * s2, 0)
-            d = tl.where(parts > 0, d * s3, 0)
+            a, b, c, d = a * s0, b * s1, c * s2, d * s3
         tl.inline_asm_elementwise(
             _PUT, "=r,r,f,f,f,f", [thread * 16, a, b, c, d], dtype=tl.int32, is_pure=False, pack=1
         )

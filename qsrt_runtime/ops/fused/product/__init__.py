@@ -13,7 +13,6 @@ from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import COLUMNS, Workspace
 
 SHARED_BYTES = 131072  # of the labels of 3 bits
-OF_ONE_TOKEN = (1, 5, 9, 13)
 
 
 def arithmetic_pairs(layer: LayerWeights, topk_ids: torch.Tensor) -> tuple[int, ...]:
@@ -22,8 +21,6 @@ def arithmetic_pairs(layer: LayerWeights, topk_ids: torch.Tensor) -> tuple[int, 
 
     Where blocks have several routes, loading their rows leaves less room for reading labels.
     """
-    if len(topk_ids) == 1:
-        return OF_ONE_TOKEN
     several = topk_ids.numel() >= 2 * layer.geometry.experts
     return BY_ARITHMETIC[5 if several else 4]
 
