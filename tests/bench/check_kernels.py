@@ -1,9 +1,9 @@
 """Small calls of moe_decode and moe_prefill by each way of an sm_90, for compute-sanitizer.
 
 compute-sanitizer --tool memcheck python tests/bench/check_kernels.py
-compute-sanitizer --tool racecheck python tests/bench/check_kernels.py [decode|a8|labels|prefill ...]
+compute-sanitizer --tool racecheck python tests/bench/check_kernels.py decode
 
-By default all four. Racecheck takes long: it is best run by several processes, one of each.
+Or a8, labels, prefill; by default all four. Racecheck takes long: it is best run by several processes, one of each.
 """
 
 import sys
