@@ -268,6 +268,7 @@ KERNELS = {
                 **{"INPUTS": inputs, "BY_ROUTE": not tokens},
                 **{"BETA": 4.0, "LINEAR_BETA": 25.0, "WEIGH": "output"},
                 **{"STEP": ptx.step(pairs, True), "PRODUCTS": PRODUCTS},
+                "LONG": name.startswith("several"),
             },
             {"out": "*bf16", "middle": "*bf16", "gate_up": "*fp32", "down": "*fp32"},
             32,

@@ -3,7 +3,8 @@
 compute-sanitizer --tool memcheck python tests/bench/check_kernels.py
 compute-sanitizer --tool racecheck python tests/bench/check_kernels.py decode
 
-Or a8, labels, prefill; by default all four. Racecheck takes long: it is best run by several processes, one of each.
+Or a8, labels, prefill; by default all four. Racecheck takes long: it is best run by several
+processes, one of each.
 """
 
 import sys

@@ -16,6 +16,7 @@ MAX_TOPK = 32  # a warp each
 # On an H200 one gains at 2.5e7 and loses at 3.8e7; three gain at 7.0e8, and at 1.2e9 no more.
 ONE_LAUNCH_WEIGHTS = 1 << 25
 THREE_LAUNCH_WEIGHTS = 1 << 30
+LONG_WEIGHTS = 1 << 28  # from which on a program's steps are many, see products
 MAX_ROWS = 4096  # channels of the rows that each program makes, a round of its warps
 
 
@@ -24,10 +25,15 @@ def launches(layer: LayerWeights, topk_ids: torch.Tensor) -> int:
 
     All routes count, also those to experts that are not held here.
     """
-    weights = 3 * layer.geometry.hidden * ATOM * len(layer.slots) * topk_ids.numel()
+    weights = _weights(layer, topk_ids)
     if topk_ids.shape[1] > MAX_TOPK or weights > THREE_LAUNCH_WEIGHTS:
         return 0
     return 1 if weights <= ONE_LAUNCH_WEIGHTS else 3
+
+
+def _weights(layer: LayerWeights, topk_ids: torch.Tensor) -> int:
+    """Of a call's routes."""
+    return 3 * layer.geometry.hidden * ATOM * len(layer.slots) * topk_ids.numel()
 
 
 def makes_rows(layer: LayerWeights, topk_ids: torch.Tensor) -> bool:
@@ -111,6 +117,7 @@ def fused(
             PROGRAMS=workspace.programs,
             STEP=step(arithmetic_pairs(layer, topk_ids), is_bfloat16),
             PRODUCTS=products(is_bfloat16),
+            LONG=_weights(layer, topk_ids) >= LONG_WEIGHTS,
             FIRST=first,
             LAST=last,
             PDL=pdl,

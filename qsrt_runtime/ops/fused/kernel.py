@@ -94,6 +94,7 @@ def fused_kernel(
     PROGRAMS: tl.constexpr,
     STEP: tl.constexpr,
     PRODUCTS: tl.constexpr,
+    LONG: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
     PDL: tl.constexpr,
@@ -108,6 +109,7 @@ def fused_kernel(
     TOKENS: the call's, where every route is a block of its own; 0 where prepare has put those of
     an expert together.
     STEP, PRODUCTS: ptx.step and ptx.products for x's type.
+    LONG: as in products.
     FIRST, LAST: of gate and up (0), down (1) and output (2) what this launch does.
     """
     copy_labels(labels, layer, FIRST < 2)
@@ -140,9 +142,9 @@ def fused_kernel(
         await_labels()
         products(
             rotated, slab, labels, codes, ids, expert_map, block_experts, block_routes, gate_up,
-            layer, first_pair, matrix_rows, num_ids, num_experts, position, end, expert,
+            layer, first_pair, matrix_rows, num_ids, num_experts, position, end, total, expert,
             route, words, there, n1, n2, n3, HIDDEN, BUNDLE, SLOT_STRIDE, PAIRS, HELD,
-            HIDDEN // 64, DIVISOR, False, UNIFORM, SINGLE, HAS_MAP, STEP, PRODUCTS,
+            HIDDEN // 64, DIVISOR, False, UNIFORM, SINGLE, HAS_MAP, STEP, PRODUCTS, LONG,
         )  # fmt: skip
         if LAST > 0:
             arrive(arrivals)
@@ -176,9 +178,9 @@ def fused_kernel(
             await_labels()
         products(
             middle, slab, labels, codes, ids, expert_map, block_experts, block_routes, down,
-            layer, first_pair, 0, num_ids, num_experts, position, end, expert, route, words,
+            layer, first_pair, 0, num_ids, num_experts, position, end, total, expert, route, words,
             there, n1, n2, n3, HIDDEN, BUNDLE, SLOT_STRIDE, PAIRS, tiles, 4 * HELD, 1, True,
-            UNIFORM, SINGLE, HAS_MAP, STEP, PRODUCTS,
+            UNIFORM, SINGLE, HAS_MAP, STEP, PRODUCTS, LONG,
         )  # fmt: skip
         if LAST == 2:
             arrive(arrivals + 1)

@@ -141,15 +141,13 @@ def load_row(source, held):
 
 
 @triton.jit
-def first_step(
-    slab, ids, expert_map, block_experts, block_routes, position, end, total, num_ids, num_experts,
+def _first_of(
+    slab, ids, expert_map, block_experts, block_routes, position, total, num_ids, num_experts,
     HIDDEN: tl.constexpr, BUNDLE: tl.constexpr, SLOT_STRIDE: tl.constexpr, TILES: tl.constexpr,
     STEPS: tl.constexpr, DOWN: tl.constexpr, UNIFORM: tl.constexpr, SINGLE: tl.constexpr,
     HAS_MAP: tl.constexpr,
 ):  # fmt: skip
-    """What products needs of the first position before there are rows: its expert, routes and
-    words, which are on their way from then on.
-    """
+    """A position's expert, its routes, and first_words; past the last one's those of the last."""
     thread = tl.arange(0, 1024)
     strip, lane = thread >> 5, thread & 31
     group, quarter = lane >> 2, lane & 3
@@ -162,6 +160,24 @@ def first_step(
         slab, strip, group, quarter, expert, position, HIDDEN, BUNDLE, SLOT_STRIDE,
         TILES, STEPS, DOWN, UNIFORM,
     )  # fmt: skip
+    return expert, route, words, there
+
+
+@triton.jit
+def first_step(
+    slab, ids, expert_map, block_experts, block_routes, position, end, total, num_ids, num_experts,
+    HIDDEN: tl.constexpr, BUNDLE: tl.constexpr, SLOT_STRIDE: tl.constexpr, TILES: tl.constexpr,
+    STEPS: tl.constexpr, DOWN: tl.constexpr, UNIFORM: tl.constexpr, SINGLE: tl.constexpr,
+    HAS_MAP: tl.constexpr,
+):  # fmt: skip
+    """What products needs of the first position before there are rows: its expert, routes and
+    words, which are on their way from then on.
+    """
+    expert, route, words, there = _first_of(
+        slab, ids, expert_map, block_experts, block_routes, position, total, num_ids, num_experts,
+        HIDDEN, BUNDLE, SLOT_STRIDE, TILES, STEPS, DOWN, UNIFORM, SINGLE, HAS_MAP,
+    )  # fmt: skip
+    lane = tl.arange(0, 1024) & 31
     n1, n2, n3 = lane, lane, lane
     if UNIFORM:
         n1, n2, n3 = load_words(words, there & (position < end), HIDDEN, SLOT_STRIDE, DOWN)
@@ -171,15 +187,17 @@ def first_step(
 @triton.jit
 def products(
     x, slab, labels, codes, ids, expert_map, block_experts, block_routes, out, layer, first_pair,
-    matrix_rows, num_ids, num_experts, position, end, expert, route, words, there, n1, n2, n3,
-    HIDDEN: tl.constexpr, BUNDLE: tl.constexpr, SLOT_STRIDE: tl.constexpr, PAIRS: tl.constexpr,
+    matrix_rows, num_ids, num_experts, position, end, total, expert, route, words, there, n1, n2,
+    n3, HIDDEN: tl.constexpr, BUNDLE: tl.constexpr, SLOT_STRIDE: tl.constexpr, PAIRS: tl.constexpr,
     TILES: tl.constexpr, STEPS: tl.constexpr, DIVISOR: tl.constexpr, DOWN: tl.constexpr,
     UNIFORM: tl.constexpr, SINGLE: tl.constexpr, HAS_MAP: tl.constexpr, STEP: tl.constexpr,
-    PRODUCTS: tl.constexpr,
+    PRODUCTS: tl.constexpr, LONG: tl.constexpr,
 ):  # fmt: skip
-    """The steps position to end of all tiles: a part of each tile to out.
+    """The steps position to end of all tiles' `total`: a part of each tile to out.
 
     As plain_kernel, a strip to each of 32 warps.   expert to n3: of first_step.
+    LONG: whether what the next tile needs is found after the last tile too, for which ptxas makes
+    shorter loops of the steps.
     STEP, PRODUCTS: ptx.step and ptx.products for x's type.
     """
     thread = tl.arange(0, 1024)
@@ -200,16 +218,21 @@ def products(
         source = x + row.to(tl.int64) * (STEPS * 32) + (first * 4 + quarter) * 8
         # What the next tile needs, on its way while this one is at work.
         next_position = position + last - first
-        next_expert, next_route, next_words, next_there = expert, route, words, there & False
-        if next_position < end:
-            next_expert, next_route = block_of(
-                ids, expert_map, block_experts, block_routes, next_position // (STEPS * TILES),
-                group, num_ids, num_experts, PLACES, SINGLE, HAS_MAP,
+        if LONG:
+            next_expert, next_route, next_words, next_there = _first_of(
+                slab, ids, expert_map, block_experts, block_routes, next_position, total, num_ids,
+                num_experts, HIDDEN, BUNDLE, SLOT_STRIDE, TILES, STEPS, DOWN, UNIFORM, SINGLE,
+                HAS_MAP,
             )  # fmt: skip
-            next_words, next_there = first_words(
-                slab, strip, group, quarter, next_expert, next_position, HIDDEN, BUNDLE,
-                SLOT_STRIDE, TILES, STEPS, DOWN, UNIFORM,
-            )  # fmt: skip
+            next_there &= next_position < end
+        else:
+            next_expert, next_route, next_words, next_there = expert, route, words, there & False
+            if next_position < end:
+                next_expert, next_route, next_words, next_there = _first_of(
+                    slab, ids, expert_map, block_experts, block_routes, next_position, total,
+                    num_ids, num_experts, HIDDEN, BUNDLE, SLOT_STRIDE, TILES, STEPS, DOWN, UNIFORM,
+                    SINGLE, HAS_MAP,
+                )  # fmt: skip
         c0 = tl.zeros((1024,), tl.float32)
         c1 = c0
         c2 = c0
@@ -323,7 +346,7 @@ def product_kernel(
     await_labels()
     products(
         x, slab, labels, codes, ids, expert_map, block_experts, block_routes, out, layer,
-        first_pair, matrix_rows, num_ids, num_experts, position, end, expert, route, words,
+        first_pair, matrix_rows, num_ids, num_experts, position, end, total, expert, route, words,
         there, n1, n2, n3, HIDDEN, BUNDLE, SLOT_STRIDE, PAIRS, TILES, STEPS, DIVISOR, DOWN,
-        UNIFORM, SINGLE, HAS_MAP, STEP, PRODUCTS,
+        UNIFORM, SINGLE, HAS_MAP, STEP, PRODUCTS, True,
     )  # fmt: skip
