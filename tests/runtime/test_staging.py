@@ -211,3 +211,57 @@ def test_a_cache_that_cannot_be_written(tmp_path, way):
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "file")}
     script = "from qsrt_runtime import reader; assert reader.library()"
     subprocess.run([sys.executable, "-c", script], env=environment, check=True)
+
+
+@pytest.fixture
+def fake_cuda(tmp_path, way):
+    """Environment of a process whose CUDA driver copies in memory of the CPU, as late as it may."""
+    if way == "caller":
+        pytest.skip("the caller's thread copies by torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a driver, which torch looks for under the same name")
+    source = Path(__file__).with_name("fake_cuda.c")
+    compiler = os.environ.get("CC", "cc").split()
+    target = str(tmp_path / "libcuda.so.1")
+    subprocess.run([*compiler, "-shared", "-fPIC", "-o", target, str(source)], check=True)
+    return {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+
+
+STAGED = """
+import os, sys
+from contextlib import nullcontext
+import torch
+from pathlib import Path
+from qsrt_runtime import reader
+data, pinned = os.urandom(3_000_000), torch.empty
+Path(sys.argv[1]).write_bytes(data)
+reader.THREADS, reader.PART = 5, 4096
+reader._current = lambda _device: nullcontext()
+reader.torch.cuda.init = lambda: None
+reader.torch.empty = lambda *sizes, pin_memory=False, **options: pinned(*sizes, **options)
+reading = reader.Reader(torch.device("cuda"))
+outs = [pinned(rows, size, dtype=torch.uint8) for rows, size in ((1, 2_999_990), (301, 17))]
+try:
+    reading.add(Path(sys.argv[1]), 7, 2_999_990, 2_999_990, outs[0])
+    reading.add(Path(sys.argv[1]), 41, 17, 33, outs[1])
+    reading.wait()
+finally:
+    reading.end(True)
+assert bytes(outs[0][0].tolist()) == data[7:2_999_997]
+assert [bytes(row) for row in outs[1].tolist()] == [data[41 + 33 * i :][:17] for i in range(301)]
+"""
+
+
+def test_buffers_wait_for_their_copies(tmp_path, fake_cuda):
+    command = [sys.executable, "-c", STAGED, str(tmp_path / "file")]
+    done = subprocess.run(command, env=fake_cuda, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("copy", [1, 2, 700])
+def test_a_copy_that_fails(tmp_path, fake_cuda, copy):
+    command = [sys.executable, "-c", STAGED, str(tmp_path / "file")]
+    environment = fake_cuda | {"FAKE_CUDA_FAILS": str(copy)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "RuntimeError: the CUDA driver reports 719 on a copy" in done.stderr
