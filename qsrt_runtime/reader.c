@@ -1,6 +1,6 @@
 /* Bytes of files to memory of a CPU or a CUDA device, by threads that need no interpreter's lock.
  *
- * staging.py compiles this and calls it. A thread reads parts into pinned buffers of its own and
+ * reader.py compiles this and calls it. A thread reads parts into pinned buffers of its own and
  * starts their copies; it reads into a buffer again once the copy out of it has ended. The few
  * functions of the CUDA driver are found when it runs, so that no headers of it are needed.
  */
@@ -13,7 +13,8 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { NO_CUDA = 1, CUDA_FAILED, SHORT_FILE, READ_FAILED }; /* failures */
+enum { CUDA_FAILED = 1, SHORT_FILE, READ_FAILED }; /* failures */
+const int32_t reader_cuda_failed = CUDA_FAILED, reader_short_file = SHORT_FILE;
 enum { BUFFERS = 2 };
 const int32_t reader_buffers = BUFFERS; /* of a thread */
 
@@ -27,8 +28,11 @@ typedef struct {
 
 typedef struct {
     void *library;
-    void *context;
-    int (*get_context)(void **);
+    void *context; /* the primary one of the device, as torch has it too */
+    int device;
+    int (*get_device)(int *, int);
+    int (*retain_context)(void **, int);
+    int (*release_context)(int);
     int (*set_context)(void *);
     int (*make_stream)(void **, unsigned);
     int (*end_stream)(void *);
@@ -59,24 +63,45 @@ typedef struct {
     int index;
 } Worker;
 
-static int load_cuda(Cuda *cuda) {
+/* Whether the driver is there, and a context of the device of this number. */
+static int load_cuda(Cuda *cuda, int number) {
     cuda->library = dlopen("libcuda.so.1", RTLD_NOW);
-    if (!cuda->library) return NO_CUDA;
+    if (!cuda->library) return 0;
     struct {
         void *place;
         const char *name;
     } wanted[] = {
-        {&cuda->get_context, "cuCtxGetCurrent"},     {&cuda->set_context, "cuCtxSetCurrent"},
-        {&cuda->make_stream, "cuStreamCreate"},      {&cuda->end_stream, "cuStreamDestroy_v2"},
-        {&cuda->await_stream, "cuStreamSynchronize"}, {&cuda->make_event, "cuEventCreate"},
-        {&cuda->end_event, "cuEventDestroy_v2"},     {&cuda->record_event, "cuEventRecord"},
-        {&cuda->await_event, "cuEventSynchronize"},  {&cuda->copy, "cuMemcpyHtoDAsync_v2"},
+        {&cuda->get_device, "cuDeviceGet"},
+        {&cuda->retain_context, "cuDevicePrimaryCtxRetain"},
+        {&cuda->release_context, "cuDevicePrimaryCtxRelease_v2"},
+        {&cuda->set_context, "cuCtxSetCurrent"},
+        {&cuda->make_stream, "cuStreamCreate"},
+        {&cuda->end_stream, "cuStreamDestroy_v2"},
+        {&cuda->await_stream, "cuStreamSynchronize"},
+        {&cuda->make_event, "cuEventCreate"},
+        {&cuda->end_event, "cuEventDestroy_v2"},
+        {&cuda->record_event, "cuEventRecord"},
+        {&cuda->await_event, "cuEventSynchronize"},
+        {&cuda->copy, "cuMemcpyHtoDAsync_v2"},
     };
     for (size_t i = 0; i < sizeof(wanted) / sizeof(*wanted); i++) {
         *(void **)wanted[i].place = dlsym(cuda->library, wanted[i].name);
-        if (!*(void **)wanted[i].place) return NO_CUDA;
+        if (!*(void **)wanted[i].place) return 0;
     }
-    return cuda->get_context(&cuda->context) || !cuda->context ? NO_CUDA : 0;
+    if (cuda->get_device(&cuda->device, number)) return 0;
+    if (!cuda->retain_context(&cuda->context, cuda->device)) return 1;
+    cuda->context = NULL;
+    return 0;
+}
+
+/* Let go of a reader without threads. */
+static void free_reader(Reader *reader) {
+    if (reader->cuda.context) reader->cuda.release_context(reader->cuda.device);
+    if (reader->cuda.library) dlclose(reader->cuda.library);
+    pthread_cond_destroy(&reader->changed);
+    pthread_mutex_destroy(&reader->lock);
+    free(reader->parts);
+    free(reader);
 }
 
 /* Note a failure, unless there was one, and drop what no thread has taken. */
@@ -163,16 +188,20 @@ static void *serve(void *argument) {
 /* A reader with its threads; NULL where there is no memory for one, no thread or no CUDA driver.
  *
  * memory: pinned, reader_buffers times part_size for each thread; NULL where targets are a CPU's.
- * For others the caller's CUDA context is that of their device. */
-Reader *reader_start(int threads, int64_t part_size, char *memory) {
+ * device: number of the CUDA device that they are on otherwise. */
+Reader *reader_start(int threads, int64_t part_size, char *memory, int device) {
     Reader *reader = calloc(1, sizeof(Reader) + threads * sizeof(pthread_t));
     if (!reader) return NULL;
     pthread_mutex_init(&reader->lock, NULL);
-    pthread_cond_init(&reader->changed, NULL);
+    pthread_condattr_t clock;
+    pthread_condattr_init(&clock);
+    pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+    pthread_cond_init(&reader->changed, &clock);
+    pthread_condattr_destroy(&clock);
     reader->memory = memory;
     reader->part_size = part_size;
-    if (memory && load_cuda(&reader->cuda)) {
-        free(reader);
+    if (memory && !load_cuda(&reader->cuda, device)) {
+        free_reader(reader);
         return NULL;
     }
     while (reader->thread_count < threads) {
@@ -190,7 +219,7 @@ Reader *reader_start(int threads, int64_t part_size, char *memory) {
         reader->thread_count++;
     }
     if (reader->thread_count) return reader;
-    free(reader);
+    free_reader(reader);
     return NULL;
 }
 
@@ -223,7 +252,7 @@ int reader_add(Reader *reader, const Part *whole) {
 /* Wait up to a tenth of a second until all is read; whether it is. Nothing is added from then on. */
 int reader_wait(Reader *reader) {
     struct timespec end;
-    clock_gettime(CLOCK_REALTIME, &end);
+    clock_gettime(CLOCK_MONOTONIC, &end);
     end.tv_nsec += 100000000;
     end.tv_sec += end.tv_nsec / 1000000000;
     end.tv_nsec %= 1000000000;
@@ -250,8 +279,5 @@ void reader_end(Reader *reader, int32_t *found) {
     found[0] = reader->failure;
     found[1] = reader->number;
     found[2] = reader->file;
-    pthread_cond_destroy(&reader->changed);
-    pthread_mutex_destroy(&reader->lock);
-    free(reader->parts);
-    free(reader);
+    free_reader(reader);
 }

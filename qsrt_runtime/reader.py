@@ -2,7 +2,7 @@
 
 The interpreter's lock is what threads of Python lose a third of a load to, see
 tests/bench/results/load_h200.txt. Kernels need a C compiler too, for what Triton makes to launch
-them; where there is none, staging.py reads by itself.
+them; where there is none, SlowReader reads.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -25,7 +25,6 @@ from qsrt_runtime.format.errors import FormatError
 SOURCE = Path(__file__).with_name("reader.c")
 THREADS = min(12, os.cpu_count() or 1)
 PART = 4 << 20  # bytes that a thread reads at once
-_CUDA_FAILED, _SHORT_FILE = 2, 3  # failures, see reader.c
 logger = logging.getLogger(__name__)
 
 
@@ -38,7 +37,10 @@ class _Part(ctypes.Structure):
 
 
 class Reader:
-    """Reads what is added to memory of a device, beside the interpreter; not without `library`."""
+    """Reads what is added to memory of a device, beside the interpreter; not without `library`.
+
+    Raises RuntimeError where no thread can be started, or no driver of the device is found.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._library, self._memory = library(), None
@@ -46,15 +48,17 @@ class Reader:
         self._outs: list[torch.Tensor] = []  # which callers may let go of
         address = None
         if device.type == "cuda":
-            torch.cuda.init()
-            buffers = ctypes.c_int32.in_dll(self._library, "reader_buffers").value
-            size = THREADS * buffers * PART
+            size = THREADS * self._constant("reader_buffers") * PART
             self._memory = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
             address = self._memory.data_ptr()
-        with _current(device):
-            self._reader = self._library.reader_start(THREADS, PART, address)
+        self._reader = self._library.reader_start(THREADS, PART, address, device.index or 0)
         if not self._reader:
-            raise RuntimeError(f"no thread can be started that reads to {device}")
+            raise RuntimeError(
+                f"no thread starts that reads to {device}, or no driver of it is found"
+            )
+
+    def _constant(self, name: str) -> int:
+        return ctypes.c_int32.in_dll(self._library, name).value
 
     def add(self, path: Path, start: int, size: int, stride: int, out: torch.Tensor) -> None:
         """Rows of `size` bytes that begin at start, start + stride, ... of a file to all of `out`.
@@ -79,18 +83,30 @@ class Reader:
         Where asked to, raises OSError or FormatError of the first part that could not be read.
         """
         found = (ctypes.c_int32 * 3)()
-        self._library.reader_end(self._reader, found)
-        failure, number, file = found
         try:
-            if tell and failure == _CUDA_FAILED:
+            self._library.reader_end(self._reader, found)
+            failure, number, file = found
+            if not (tell and failure):
+                return
+            if failure == self._constant("reader_cuda_failed"):
                 raise RuntimeError(f"the CUDA driver reports {number} on a copy")
-            if tell and failure == _SHORT_FILE:
+            if failure == self._constant("reader_short_file"):
                 raise _cut_short(self._paths[file], file)
-            if tell and failure:
-                raise OSError(number, os.strerror(number), str(self._paths[file]))
+            raise OSError(number, os.strerror(number), str(self._paths[file]))
         finally:
             for file in self._paths:
                 os.close(file)
+            self._outs, self._memory = [], None
+
+
+def reader_for(device: torch.device) -> "Reader | SlowReader":
+    """The quickest that this machine can have."""
+    if library():
+        try:
+            return Reader(device)
+        except RuntimeError as error:
+            logger.warning("files are read by one thread, slowly: %s", error)
+    return SlowReader(device)
 
 
 class SlowReader:
@@ -138,60 +154,60 @@ def _cut_short(path: Path, file: int) -> FormatError:
     return FormatError(f"{path} ends at byte {end}; it was cut short while read")
 
 
-def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Where a device's CUDA context is this thread's."""
-    if device.type == "cpu":
-        return nullcontext()
-    torch.empty(1, device=device)  # which makes the context, if it was not there
-    return torch.cuda.device(device)
-
-
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """reader.c, compiled unless it was before; None where that is not possible."""
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
-    compiler = compiler or shutil.which("clang")
-    key = hashlib.sha256(SOURCE.read_bytes() + platform.machine().encode()).hexdigest()
+    machine = (platform.machine(), *platform.libc_ver())
+    key = hashlib.sha256(SOURCE.read_bytes() + " ".join(machine).encode()).hexdigest()
+    try:
+        kept = cache_folder("native") / f"{key}.so"
+    except RuntimeError:
+        kept = None
+    with suppress(OSError):
+        if kept and kept.is_file():
+            return _typed(ctypes.CDLL(str(kept)))
     try:
         with tempfile.TemporaryDirectory() as folder:
-            path = _kept(f"{key}.so")
-            if path is None or not path.is_file():
-                if compiler is None:
-                    raise RuntimeError("no C compiler is found: install one, or name it in CC")
-                path = _compiled(compiler, path or Path(folder) / "reader.so")
-            return _typed(ctypes.CDLL(str(path)))
-    except (OSError, RuntimeError, subprocess.CalledProcessError) as error:
+            made = _compiled(Path(folder))
+            with suppress(OSError):  # where it cannot be kept it is for this process
+                if kept:
+                    kept.parent.mkdir(parents=True, exist_ok=True)
+                    made = _moved(made, kept)
+            return _typed(ctypes.CDLL(str(made)))
+    except (OSError, RuntimeError) as error:
         logger.warning("files are read by one thread, slowly: %s", error)
         return None
 
 
-def _kept(name: str) -> Path | None:
-    """The file in the user's cache; None without one that can be written to."""
+def _moved(path: Path, to: Path) -> Path:
+    """A file at another place, where it is whole or not there."""
+    with tempfile.TemporaryDirectory(dir=to.parent) as folder:
+        os.replace(shutil.copy(path, folder), to)
+    return to
+
+
+def _compiled(folder: Path) -> Path:
+    """reader.c as a library in a folder; RuntimeError says what the compiler says."""
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc")
+    compiler = compiler or shutil.which("clang")
+    if not compiler:
+        raise RuntimeError("no C compiler is found: install one, or name it in CC")
+    made = folder / "reader.so"
+    options = ("-O2", "-shared", "-fPIC", "-pthread", "-o", str(made), str(SOURCE), "-ldl")
     try:
-        folder = cache_folder("native")
-        folder.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):
-        return None
-    return folder / name if os.access(folder, os.W_OK) else None
-
-
-def _compiled(compiler: str, path: Path) -> Path:
-    """Compile to a path, which is whole or not there."""
-    options = ("-O2", "-shared", "-fPIC", "-pthread")
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / path.name
-        command = [*compiler.split(), *options, "-o", str(made), str(SOURCE), "-ldl"]
-        try:
-            subprocess.run(command, check=True, capture_output=True, text=True)
-        except subprocess.CalledProcessError as error:
-            raise RuntimeError(f"{compiler}: {error.stderr.strip()}") from None
-        os.replace(made, path)
-    return path
+        command = [*compiler.split(), *options]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise RuntimeError(f"{compiler}: {error.strerror}") from None
+    if done.returncode:
+        raise RuntimeError(f"{compiler}: {done.stderr.strip() or done.returncode}")
+    return made
 
 
 def _typed(found: ctypes.CDLL) -> ctypes.CDLL:
-    pointer, size = ctypes.c_void_p, ctypes.c_int64
-    found.reader_start.argtypes, found.reader_start.restype = (ctypes.c_int, size, pointer), pointer
+    pointer, number = ctypes.c_void_p, ctypes.c_int
+    found.reader_start.argtypes = (number, ctypes.c_int64, pointer, number)
+    found.reader_start.restype = pointer
     found.reader_add.argtypes = (pointer, ctypes.POINTER(_Part))
     found.reader_wait.argtypes = (pointer,)
     found.reader_end.argtypes = (pointer, ctypes.POINTER(ctypes.c_int32))

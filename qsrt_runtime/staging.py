@@ -8,7 +8,7 @@ from types import TracebackType
 
 import torch
 
-from qsrt_runtime.reader import Reader, SlowReader, library
+from qsrt_runtime.reader import reader_for
 
 
 class Staging:
@@ -21,7 +21,7 @@ class Staging:
         self.device = device
 
     def __enter__(self) -> "Staging":
-        self._reader = (Reader if library() else SlowReader)(self.device)
+        self._reader = reader_for(self.device)
         return self
 
     def read(self, path: Path, start: int, size: int) -> torch.Tensor:
@@ -50,8 +50,10 @@ class Staging:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        waited = False
         try:
             if kind is None:
                 self._reader.wait()
+                waited = True
         finally:
-            self._reader.end(kind is None)
+            self._reader.end(waited)

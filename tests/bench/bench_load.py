@@ -27,7 +27,7 @@ from packages import write_package
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import qsrt_runtime.integrations.transformers  # noqa: F401
-from qsrt_runtime import load_package, reader, staging
+from qsrt_runtime import load_package, reader
 from qsrt_runtime.format.geometry import Geometry
 
 REPEATS = 5
@@ -105,7 +105,7 @@ def bench_sweep(path: Path, size: int, plain: float) -> None:
         with patch.multiple(reader, THREADS=threads, PART=mib << 20):
             seconds = median_s(lambda: load(path, "once"))
         report(f"{threads} threads, parts of {mib} MiB", size, seconds, plain)
-    with patch.object(staging, "library", lambda: None):
+    with patch.object(reader, "library", lambda: None):
         report("the caller's thread alone", size, median_s(lambda: load(path, "once")), plain)
 
 

@@ -32,9 +32,18 @@ static void make(Stream *stream, int last) {
     }
 }
 
-int cuCtxGetCurrent(void **context) {
+int cuDeviceGet(int *device, int number) {
+    *device = 100 + number;
+    return number != 3; /* the only one here */
+}
+
+int cuDevicePrimaryCtxRetain(void **context, int device) {
     *context = &copies;
-    return 0;
+    return device != 103;
+}
+
+int cuDevicePrimaryCtxRelease_v2(int device) {
+    return device != 103;
 }
 
 int cuCtxSetCurrent(void *context) {

@@ -272,7 +272,7 @@ def read(monkeypatch):
         ranges.append((path.name, range(start, start + memory.nbytes)))
         return original(path, file, start, memory)
 
-    monkeypatch.setattr(staging, "library", lambda: None)
+    monkeypatch.setattr(reader, "library", lambda: None)
     monkeypatch.setattr(reader, "_read", counted)
     return ranges
 

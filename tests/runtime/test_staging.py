@@ -3,11 +3,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
 
-from qsrt_runtime import reader, staging
+from qsrt_runtime import reader
 from qsrt_runtime.format.errors import FormatError
 from qsrt_runtime.reader import library
 from qsrt_runtime.staging import Staging
@@ -26,7 +27,7 @@ def small_parts(monkeypatch):
 def way(monkeypatch, request):
     """Have files read by threads in C, or by the caller's."""
     if request.param == "caller":
-        monkeypatch.setattr(staging, "library", lambda: None)
+        monkeypatch.setattr(reader, "library", lambda: None)
     elif library() is None:
         pytest.skip("no C compiler")
     return request.param
@@ -132,6 +133,25 @@ def test_an_error_ends_threads_and_closes_files(tmp_path, device):
     assert os.listdir("/proc/self/fd") == files
 
 
+@pytest.mark.gpu
+def test_a_thread_that_has_not_used_the_gpu(tmp_path):
+    """Pinned memory and the device's are there from the load before, so that nothing makes it."""
+    data = os.urandom(100_000)
+    (tmp_path / "file").write_bytes(data)
+    found = []
+
+    def load():
+        with Staging(torch.device("cuda", 0)) as reading:
+            found.append(reading.read(tmp_path / "file", 0, len(data)))
+
+    load()
+    found.clear()
+    thread = Thread(target=load)
+    thread.start()
+    thread.join()
+    assert bytes(found[0].tolist()) == data
+
+
 def test_the_first_error_is_told(tmp_path):
     (tmp_path / "good").write_bytes(bytes(1 << 20))
     (tmp_path / "short").write_bytes(bytes(5000))
@@ -151,14 +171,14 @@ def test_an_interrupt_while_reading(tmp_path, way):
 import os, signal, sys, threading, time
 import torch
 from pathlib import Path
-from qsrt_runtime import staging
+from qsrt_runtime import reader, staging
 if {way == "caller"}:
-    staging.library = lambda: None
+    reader.library = lambda: None
 signal.signal(signal.SIGINT, signal.default_int_handler)
 try:
     with staging.Staging(torch.device("cpu")) as reading:
         for _ in range(60):  # a minute of work
-            reading.read_rows(Path(sys.argv[1]), 0, 1 << 20, 1, 64)
+            reading.read_rows(Path(sys.argv[1]), 0, 1 << 19, 64, 128)
         threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
         start = time.monotonic()
 except KeyboardInterrupt:
@@ -204,6 +224,35 @@ def test_is_compiled_once(tmp_path, way):
     assert kept.suffix == ".so"
 
 
+def test_a_kept_library_that_does_not_load_is_made_anew(tmp_path, way):
+    if way == "caller":
+        pytest.skip("nothing is compiled")
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    script = "from qsrt_runtime import reader; assert reader.library()"
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", script], env=environment, check=True)
+        (kept,) = (tmp_path / "qsrt/native").iterdir()
+        size = kept.stat().st_size
+        os.truncate(kept, 100)
+    subprocess.run([sys.executable, "-c", script], env=environment, check=True)
+    assert kept.stat().st_size == size
+
+
+def test_an_interrupt_is_told_before_an_error(tmp_path, monkeypatch):
+    (tmp_path / "file").write_bytes(bytes(100))
+    with pytest.raises(KeyboardInterrupt), Staging(CPU) as reading:
+        reading.read(tmp_path / "file", 0, 101)
+        original = reading._reader.wait
+
+        def interrupted():
+            try:
+                original()
+            finally:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(reading._reader, "wait", interrupted)
+
+
 def test_a_cache_that_cannot_be_written(tmp_path, way):
     if way == "caller":
         pytest.skip("nothing is compiled")
@@ -229,17 +278,14 @@ def fake_cuda(tmp_path, way):
 
 STAGED = """
 import os, sys
-from contextlib import nullcontext
 import torch
 from pathlib import Path
 from qsrt_runtime import reader
 data, pinned = os.urandom(3_000_000), torch.empty
 Path(sys.argv[1]).write_bytes(data)
 reader.THREADS, reader.PART = 5, 4096
-reader._current = lambda _device: nullcontext()
-reader.torch.cuda.init = lambda: None
 reader.torch.empty = lambda *sizes, pin_memory=False, **options: pinned(*sizes, **options)
-reading = reader.Reader(torch.device("cuda"))
+reading = reader.Reader(torch.device("cuda", 3))
 outs = [pinned(rows, size, dtype=torch.uint8) for rows, size in ((1, 2_999_990), (301, 17))]
 try:
     reading.add(Path(sys.argv[1]), 7, 2_999_990, 2_999_990, outs[0])

@@ -13,11 +13,10 @@ from qsrt_runtime.ops.fused.ends.kernel import (
     block_rows,
     busy_warps,
     make_middle,
-    make_output,
     make_rows,
-    output_inputs,
     touch_scales,
 )
+from qsrt_runtime.ops.fused.ends.output.kernel import make_output, output_inputs
 from qsrt_runtime.ops.fused.product.kernel import (
     await_labels,
     copy_labels,

@@ -4,6 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 import warps
 from layers import BFLOAT, BOUND, HALF, check_guards, error, inputs, poisoned, random_layer
 
@@ -14,6 +16,7 @@ from qsrt_runtime.moe_reference import moe_forward_reference
 from qsrt_runtime.ops import fused
 from qsrt_runtime.ops.expert_gemm import expert_gemm
 from qsrt_runtime.ops.fused import product
+from qsrt_runtime.ops.fused.ends import kernel as ends
 from qsrt_runtime.ops.fused.product import quantized as module
 from qsrt_runtime.ops.fused.product.quantized import kernel as kernel_module
 from qsrt_runtime.ops.label_gemm import kernel as label_kernel
@@ -143,6 +146,7 @@ def programs(monkeypatch, request):
     warps.interpret(monkeypatch, product.kernel)
     monkeypatch.setattr(moe_decode, "ways", lambda _device: (True, False))
     monkeypatch.setattr(fused, "ONE_LAUNCH_WEIGHTS", (1 << 27) if request.param == 1 else 0)
+    monkeypatch.setattr(fused, "LONG_WEIGHTS", (1 << 28) if request.param == 1 else 0)
     launched = warps.Launched(fused.fused_kernel, product.SHARED_BYTES)
     monkeypatch.setattr(fused, "fused_kernel", launched)
     return request.param
@@ -228,6 +232,41 @@ def test_each_pair_by_arithmetic_and_from_shared_memory(monkeypatch, dtype, firs
         found.append(workspace.partial.clone())
     assert (found[0] != -7).any()
     assert error(found[1], found[0]) < 1e-6
+
+
+@triton.jit
+def bounds_kernel(position, end, rows, out, TILES: tl.constexpr, PAIRS: tl.constexpr):
+    """busy_warps, and the most records of a block."""
+    steps: tl.constexpr = TILES * 4 * PAIRS
+    tl.store(out, ends.busy_warps(position, end, tl.load(rows), TILES, PAIRS))
+    most = 0
+    block = position // steps
+    while block * steps < end:
+        of_block = tl.load(rows + block - position // steps)
+        count, _ = ends._records(position, end, block, of_block, TILES, PAIRS)
+        most = tl.maximum(most, count)
+        block += 1
+    tl.store(out + 1, most)
+
+
+def test_as_many_warps_wait_as_have_records():
+    """In the interpreter all warps go one way; on a GPU some alone, by these numbers."""
+    generator = torch.Generator().manual_seed(0)
+    met = 0
+    for _ in range(300):
+        tiles, pairs, length, blocks = (
+            int(torch.randint(1, most, (), generator=generator)) for most in (5, 9, 60, 6)
+        )
+        total = blocks * tiles * 4 * pairs
+        position = int(torch.randint(0, total + 9, (), generator=generator))
+        end = min(position + length, total)
+        rows = torch.randint(0, PLACES + 1, (blocks + 1,), generator=generator, dtype=torch.int32)
+        out = torch.zeros(2, dtype=torch.int32)
+        bounds_kernel[(1,)](position, end, rows, out, tiles, pairs)
+        busy, most = out.tolist()
+        assert busy >= max(most, 1)
+        met += busy == most
+    assert met > 50  # and not many more
 
 
 FOUR, FIVE = BY_ARITHMETIC[4], BY_ARITHMETIC[5]

@@ -12,13 +12,11 @@ from qsrt_runtime.ops.kernel import COLUMNS, PLACES, activate, expert_of
 from qsrt_runtime.ops.warps.kernel import touch, warp_number
 
 _GATE_UP, _GATE_UP_WORDS = tl.constexpr(ptx.sums(2)), tl.constexpr(ptx.sums_operands(2))
-_DOWN, _DOWN_WORDS = tl.constexpr(ptx.sums(1)), tl.constexpr(ptx.sums_operands(1))
-_GATE_UP_PARTS, _DOWN_PARTS = tl.constexpr(ptx.PARTS[2]), tl.constexpr(ptx.PARTS[1])
+_GATE_UP_PARTS = tl.constexpr(ptx.PARTS[2])
 _ROTATE, _ROTATE_WORDS = tl.constexpr(ptx.rotate()), tl.constexpr(ptx.ROTATE_OPERANDS)
 _HALVES, _FLOATS = tl.constexpr(ptx.HALVES), tl.constexpr(ptx.FLOATS)
-_PUT, _GET = tl.constexpr(ptx.PUT), tl.constexpr(ptx.GET)
 _ARRIVE, _AWAIT = tl.constexpr(ptx.ARRIVE), tl.constexpr(ptx.AWAIT)
-_NORM = tl.constexpr(0.08838834764831845)  # 1 / sqrt(128)
+NORM = tl.constexpr(0.08838834764831845)  # 1 / sqrt(128)
 
 
 @triton.jit
@@ -35,7 +33,7 @@ def await_others(arrivals, PROGRAMS: tl.constexpr):
     """Have a warp wait until all programs have arrived."""
     tl.inline_asm_elementwise(
         _AWAIT,
-        "=r,l,r",
+        "=&r,l,r",
         [arrivals + tl.zeros((1024,), tl.int32), PROGRAMS],
         dtype=tl.int32,
         is_pure=False,
@@ -68,7 +66,7 @@ def _floats(low, high):
 
 
 @triton.jit
-def _rotate(a, b, c, d, lane):
+def rotate(a, b, c, d, lane):
     """A warp's 128 channels times the Hadamard matrix, not normalized."""
     return tl.inline_asm_elementwise(
         _ROTATE,
@@ -81,7 +79,7 @@ def _rotate(a, b, c, d, lane):
 
 
 @triton.jit
-def _parts(
+def parts_of(
     partial, tile, place, column, there, num_tiles, STEPS: tl.constexpr, PROGRAMS: tl.constexpr
 ):  # fmt: skip
     """Where a tile's first part is, how many there are (first_and_last_program), none unless
@@ -118,7 +116,7 @@ def make_rows(
                 b = _scaled(source + 1, suh + 1, there)
                 c = _scaled(source + 2, suh + 2, there)
                 d = _scaled(source + 3, suh + 3, there)
-                a, b, c, d = _rotate(a, b, c, d, lane)
+                a, b, c, d = rotate(a, b, c, d, lane)
                 target = out + matrix * TOKENS * HIDDEN + row + (lane >> 2) * 16
                 _store(target, a, b, c, d, lane, there)
     tl.debug_barrier()
@@ -127,7 +125,7 @@ def make_rows(
 @triton.jit
 def _scaled(x, suh, there):
     value = tl.load(x, mask=there, other=0).to(tl.float32)
-    return value * tl.load(suh, mask=there, other=0).to(tl.float32) * _NORM
+    return value * tl.load(suh, mask=there, other=0).to(tl.float32) * NORM
 
 
 @triton.jit
@@ -263,10 +261,10 @@ def _record(
     gate, more_gate = _halves(local, there)
     up, more_up = _halves(local + 64, there)
     down, more_down = _halves(local + 128, there)
-    factor = _NORM
+    factor = NORM
     if WEIGH:
         factor *= tl.load(weights + route, mask=there, other=0).to(tl.float32)
-    source, parts, most = _parts(
+    source, parts, most = parts_of(
         partial, block * PAIRS + pair, place, side * 128 + lane * 4, there, num_blocks * PAIRS,
         HIDDEN // 64, PROGRAMS,
     )  # fmt: skip
@@ -285,8 +283,8 @@ def _record(
         )  # fmt: skip
         source += _GATE_UP_PARTS * PLACES * COLUMNS
         number += _GATE_UP_PARTS
-    g0, g1, g2, g3 = _rotate(g0, g1, g2, g3, lane)
-    h0, h1, h2, h3 = _rotate(h0, h1, h2, h3, lane)
+    g0, g1, g2, g3 = rotate(g0, g1, g2, g3, lane)
+    h0, h1, h2, h3 = rotate(h0, h1, h2, h3, lane)
     s0, s1, s2, s3 = _floats(gate, more_gate)
     g0, g1, g2, g3 = g0 * s0 * factor, g1 * s1 * factor, g2 * s2 * factor, g3 * s3 * factor
     s0, s1, s2, s3 = _floats(up, more_up)
@@ -302,121 +300,7 @@ def _record(
         g2 = activate(g2, h2, False, BETA, LINEAR_BETA)
         g3 = activate(g3, h3, False, BETA, LINEAR_BETA)
     s0, s1, s2, s3 = _floats(down, more_down)
-    g0, g1, g2, g3 = g0 * s0 * _NORM, g1 * s1 * _NORM, g2 * s2 * _NORM, g3 * s3 * _NORM
-    g0, g1, g2, g3 = _rotate(g0, g1, g2, g3, lane)
+    g0, g1, g2, g3 = g0 * s0 * NORM, g1 * s1 * NORM, g2 * s2 * NORM, g3 * s3 * NORM
+    g0, g1, g2, g3 = rotate(g0, g1, g2, g3, lane)
     target = middle + route.to(tl.int64) * (256 * PAIRS) + pair * 256 + (lane >> 2) * 32
     _store(target + side * 16, g0, g1, g2, g3, lane, there)
-
-
-@triton.jit
-def _output_of(
-    start, num_tokens, HIDDEN: tl.constexpr, TOPK: tl.constexpr, CHOICES: tl.constexpr,
-    AT_ONCE: tl.constexpr, PROGRAMS: tl.constexpr,
-):  # fmt: skip
-    """What each thread's warp does of the items from start on, AT_ONCE in all: the group of 128
-    channels and the route, and whether there is any.
-    """
-    warp = tl.arange(0, 1024) >> 5
-    number, choice = warp // CHOICES, warp % CHOICES
-    item = start + number * PROGRAMS
-    there = (number < AT_ONCE) & (choice < TOPK) & (item < num_tokens * (HIDDEN // 128))
-    return item % (HIDDEN // 128), item // (HIDDEN // 128) * TOPK + choice, there
-
-
-@triton.jit
-def output_inputs(
-    start, partial, scales, weights, num_tokens, num_blocks, ids, expert_map, block_experts,
-    route_places, num_ids, num_experts, HIDDEN: tl.constexpr, SCALE_ROWS: tl.constexpr,
-    TILES: tl.constexpr, STEPS: tl.constexpr, TOPK: tl.constexpr, CHOICES: tl.constexpr,
-    AT_ONCE: tl.constexpr, WEIGH: tl.constexpr, SINGLE: tl.constexpr,
-    HAS_MAP: tl.constexpr, PROGRAMS: tl.constexpr,
-):  # fmt: skip
-    """What make_output needs of _output_of that no other program makes: _parts of each route, and
-    what its lane's four sums are times.
-    """
-    lane = tl.arange(0, 1024) & 31
-    group, route, there = _output_of(start, num_tokens, HIDDEN, TOPK, CHOICES, AT_ONCE, PROGRAMS)
-    svh = scales + group * 128 + lane * 4
-    if SINGLE:
-        expert, _ = expert_of(ids, expert_map, route, there, num_ids, num_experts, HAS_MAP)
-        at = tl.where(there & (expert >= 0), route * PLACES, -1)
-    else:
-        at = tl.load(route_places + route, mask=there, other=-1)
-    if SCALE_ROWS > 1:
-        if not SINGLE:
-            expert = tl.load(block_experts + at // PLACES, mask=at >= 0, other=0)
-        svh += tl.maximum(expert, 0).to(tl.int64) * HIDDEN
-    there = at >= 0
-    s0 = tl.load(svh, mask=there, other=0).to(tl.float32)
-    s1 = tl.load(svh + 1, mask=there, other=0).to(tl.float32)
-    s2 = tl.load(svh + 2, mask=there, other=0).to(tl.float32)
-    s3 = tl.load(svh + 3, mask=there, other=0).to(tl.float32)
-    factor = tl.where(there, _NORM, 0.0)
-    if WEIGH:
-        factor *= tl.load(weights + route, mask=there, other=0).to(tl.float32)
-    block, place = tl.maximum(at, 0) // PLACES, tl.maximum(at, 0) % PLACES
-    source, parts, most = _parts(
-        partial, block * TILES + group // 4, place, group % 4 * 128 + lane * 4, there,
-        num_blocks * TILES, STEPS, PROGRAMS,
-    )  # fmt: skip
-    return source, parts, most, s0 * factor, s1 * factor, s2 * factor, s3 * factor
-
-
-@triton.jit
-def make_output(
-    partial, scales, weights, ids, expert_map, block_experts, route_places, out, inputs, num_tokens,
-    num_blocks, num_ids, num_experts,
-    HIDDEN: tl.constexpr, SCALE_ROWS: tl.constexpr, TILES: tl.constexpr, STEPS: tl.constexpr,
-    TOPK: tl.constexpr, CHOICES: tl.constexpr, AT_ONCE: tl.constexpr, WEIGH: tl.constexpr,
-    SINGLE: tl.constexpr, HAS_MAP: tl.constexpr, PROGRAMS: tl.constexpr,
-):  # fmt: skip
-    """Each token's routes rotated, scaled and summed, to out; see combine_kernel.
-
-    128 channels of a route to a warp; those of a token meet in shared memory, where nobody needs
-    the labels any more.   inputs: output_inputs from the program on.
-    CHOICES: TOPK rounded up to a power of two, at most 32.   AT_ONCE: 32 // CHOICES, at most 8.
-    """
-    thread = tl.arange(0, 1024)
-    lane = thread & 31
-    groups: tl.constexpr = HIDDEN // 128
-    start = tl.program_id(0)
-    source, parts, most, s0, s1, s2, s3 = inputs
-    while start < num_tokens * groups:
-        a, b, c, d = lane * 0.0, lane * 0.0, lane * 0.0, lane * 0.0
-        if start + warp_number() // CHOICES * PROGRAMS < num_tokens * groups:
-            done = 0
-            while done < most:
-                a, b, c, d = tl.inline_asm_elementwise(
-                    _DOWN,
-                    _DOWN_WORDS,
-                    [source.to(tl.int64), parts - done, a, b, c, d],
-                    dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
-                    is_pure=False,
-                    pack=1,
-                )
-                source += _DOWN_PARTS * PLACES * COLUMNS
-                done += _DOWN_PARTS
-            a, b, c, d = _rotate(a, b, c, d, lane)
-            a, b, c, d = a * s0, b * s1, c * s2, d * s3
-        tl.inline_asm_elementwise(
-            _PUT, "=r,r,f,f,f,f", [thread * 16, a, b, c, d], dtype=tl.int32, is_pure=False, pack=1
-        )
-        tl.debug_barrier()
-        item = start + (thread >> 7) * PROGRAMS
-        there = (thread < AT_ONCE * 128) & (item < num_tokens * groups)
-        first = (thread >> 7) * (CHOICES * 512) + (thread & 127) * 4
-        total = tl.zeros((1024,), tl.float32)
-        for other in tl.static_range(0, TOPK):
-            total += tl.inline_asm_elementwise(
-                _GET, "=f,r", [first + other * 512], dtype=tl.float32, is_pure=False, pack=1
-            )
-        target = out + (item // groups).to(tl.int64) * HIDDEN + item % groups * 128 + (thread & 127)
-        tl.store(target, total.to(out.dtype.element_ty), mask=there)
-        tl.debug_barrier()
-        start += AT_ONCE * PROGRAMS
-        if start < num_tokens * groups:
-            source, parts, most, s0, s1, s2, s3 = output_inputs(
-                start, partial, scales, weights, num_tokens, num_blocks, ids, expert_map,
-                block_experts, route_places, num_ids, num_experts, HIDDEN, SCALE_ROWS, TILES,
-                STEPS, TOPK, CHOICES, AT_ONCE, WEIGH, SINGLE, HAS_MAP, PROGRAMS,
-            )  # fmt: skip

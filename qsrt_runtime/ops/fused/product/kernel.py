@@ -234,9 +234,7 @@ def products(
                     SINGLE, HAS_MAP,
                 )  # fmt: skip
         c0 = tl.zeros((1024,), tl.float32)
-        c1 = c0
-        c2 = c0
-        c3 = c0
+        c1, c2, c3 = c0, c0, c0
         for step in range(first, last):
             if UNIFORM:
                 w1 = exchange(n1, n2, n3, lane, 0)
@@ -285,11 +283,8 @@ def products(
         tl.store(sums + 8, c2, mask=there & left)
         tl.store(sums + COLUMNS, c1, mask=there & right)
         tl.store(sums + COLUMNS + 8, c3, mask=there & right)
-        position = next_position
-        expert = next_expert
-        route = next_route
-        words = next_words
-        there = next_there
+        position, expert, route = next_position, next_expert, next_route
+        words, there = next_words, next_there
 
 
 @triton.jit(
