@@ -16,8 +16,8 @@ MAX_TOPK = 32  # a warp each
 # On an H200 one gains at 2.5e7 and loses at 3.8e7; three gain at 7.0e8, and at 1.2e9 no more.
 ONE_LAUNCH_WEIGHTS = 1 << 25
 THREE_LAUNCH_WEIGHTS = 1 << 30
-# Weights from which on a program's steps are many, see products. On an H200 what is 2 to 4 % quicker
-# at 1.2e9 and 1 % at 3.0e8 loses 0.5 us at 3.8e7.
+# Weights from which on a program's steps are many, see products: what is 2 to 4 % quicker at 1.2e9
+# and 1 % at 3.0e8 loses 0.5 us at 3.8e7, on an H200.
 LONG_WEIGHTS = 1 << 28
 MAX_ROWS = 4096  # channels of the rows that each program makes, a round of its warps
 
