@@ -172,15 +172,15 @@ def library() -> ctypes.CDLL | None:
             with suppress(OSError):  # where it cannot be kept it is for this process
                 if kept:
                     kept.parent.mkdir(parents=True, exist_ok=True)
-                    made = _moved(made, kept)
+                    made = _copied(made, kept)
             return _typed(ctypes.CDLL(str(made)))
     except (OSError, RuntimeError) as error:
         logger.warning("files are read by one thread, slowly: %s", error)
         return None
 
 
-def _moved(path: Path, to: Path) -> Path:
-    """A file at another place, where it is whole or not there."""
+def _copied(path: Path, to: Path) -> Path:
+    """A file at another place too, where it is whole or not there."""
     with tempfile.TemporaryDirectory(dir=to.parent) as folder:
         os.replace(shutil.copy(path, folder), to)
     return to

@@ -9,14 +9,13 @@ import triton.language as tl
 
 from qsrt_runtime.ops.fused.ends import ptx
 from qsrt_runtime.ops.kernel import COLUMNS, PLACES, activate, expert_of
-from qsrt_runtime.ops.warps.kernel import touch, warp_number
+from qsrt_runtime.ops.warps.kernel import NORM, touch, warp_number
 
 _GATE_UP, _GATE_UP_WORDS = tl.constexpr(ptx.sums(2)), tl.constexpr(ptx.sums_operands(2))
 _GATE_UP_PARTS = tl.constexpr(ptx.PARTS[2])
 _ROTATE, _ROTATE_WORDS = tl.constexpr(ptx.rotate()), tl.constexpr(ptx.ROTATE_OPERANDS)
 _HALVES, _FLOATS = tl.constexpr(ptx.HALVES), tl.constexpr(ptx.FLOATS)
 _ARRIVE, _AWAIT = tl.constexpr(ptx.ARRIVE), tl.constexpr(ptx.AWAIT)
-NORM = tl.constexpr(0.08838834764831845)  # 1 / sqrt(128)
 
 
 @triton.jit

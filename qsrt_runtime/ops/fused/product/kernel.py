@@ -187,8 +187,9 @@ def first_step(
 @triton.jit
 def products(
     x, slab, labels, codes, ids, expert_map, block_experts, block_routes, out, layer, first_pair,
-    matrix_rows, num_ids, num_experts, position, end, total, expert, route, words, there, n1, n2,
-    n3, HIDDEN: tl.constexpr, BUNDLE: tl.constexpr, SLOT_STRIDE: tl.constexpr, PAIRS: tl.constexpr,
+    matrix_rows, num_ids, num_experts, position, end, total,
+    expert, route, words, there, n1, n2, n3,
+    HIDDEN: tl.constexpr, BUNDLE: tl.constexpr, SLOT_STRIDE: tl.constexpr, PAIRS: tl.constexpr,
     TILES: tl.constexpr, STEPS: tl.constexpr, DIVISOR: tl.constexpr, DOWN: tl.constexpr,
     UNIFORM: tl.constexpr, SINGLE: tl.constexpr, HAS_MAP: tl.constexpr, STEP: tl.constexpr,
     PRODUCTS: tl.constexpr, LONG: tl.constexpr,

@@ -4,9 +4,9 @@ import triton
 import triton.language as tl
 
 from qsrt_runtime.ops.fused.ends import ptx
-from qsrt_runtime.ops.fused.ends.kernel import NORM, parts_of, rotate
+from qsrt_runtime.ops.fused.ends.kernel import parts_of, rotate
 from qsrt_runtime.ops.kernel import COLUMNS, PLACES, expert_of
-from qsrt_runtime.ops.warps.kernel import warp_number
+from qsrt_runtime.ops.warps.kernel import NORM, warp_number
 
 _DOWN, _DOWN_WORDS = tl.constexpr(ptx.sums(1)), tl.constexpr(ptx.sums_operands(1))
 _DOWN_PARTS = tl.constexpr(ptx.PARTS[1])
@@ -36,7 +36,7 @@ def output_inputs(
     AT_ONCE: tl.constexpr, WEIGH: tl.constexpr, SINGLE: tl.constexpr,
     HAS_MAP: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """What make_output needs of _output_of that no other program makes: _parts of each route, and
+    """What make_output needs of _output_of that no other program makes: parts_of each route, and
     what its lane's four sums are times.
     """
     lane = tl.arange(0, 1024) & 31
