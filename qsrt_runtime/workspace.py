@@ -29,6 +29,8 @@ class Workspace:
     fused way has gate and up in the first half and down in the second, others use it as one.
     counts: [2] int32, blocks of routes, and ids that name no expert and are not -1.
     arrivals: [2] int32, programs that have come to where all meet; the first is 0 between calls.
+    sent: [2, parts, COLUMNS, 2] int32, sums of gate and up and of down that programs of one launch
+    hand each other, with the number of the call that they are of; calls: [programs] int32, the last.
     block_experts: [blocks], block_routes: [blocks, places], -1 where empty; route_places: [R],
     block places + place of each route, -1 for none; scratch: of prepare; first_block: [E + 1],
     cursors: [E], of group; int32.
@@ -44,6 +46,8 @@ class Workspace:
     partial: torch.Tensor
     counts: torch.Tensor
     arrivals: torch.Tensor
+    sent: torch.Tensor
+    calls: torch.Tensor
     block_experts: torch.Tensor
     block_routes: torch.Tensor
     route_places: torch.Tensor
@@ -98,6 +102,8 @@ def make_workspace(
         half = max(half, -(-sums(MANY_PLACES) // 2))
         places = max(places, blocks(MANY_PLACES) * MANY_PLACES)
 
+    tiles = min(tokens, ALONE_TOKENS) * topk * max(geometry.pairs, -(-geometry.hidden // COLUMNS))
+
     def integers(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
 
@@ -111,6 +117,8 @@ def make_workspace(
         partial=torch.empty(2, half, dtype=torch.float32, device=device),
         counts=integers(2).zero_(),
         arrivals=torch.zeros(2, dtype=torch.int32, device=device),
+        sent=integers(2, programs + tiles, COLUMNS, 2).zero_(),
+        calls=integers(programs).zero_(),
         block_experts=integers(blocks(PLACES)),
         block_routes=integers(places),
         route_places=integers(routes),

@@ -28,6 +28,9 @@ from qsrt_runtime.ops.expand.kernel import expand_kernel
 from qsrt_runtime.ops.expand.warps.kernel import expand_warps_kernel
 from qsrt_runtime.ops.expand.warps.ptx import group
 from qsrt_runtime.ops.expert_gemm.kernel import plain_kernel
+from qsrt_runtime.ops.fused.alone import division
+from qsrt_runtime.ops.fused.alone import ptx as alone_ptx
+from qsrt_runtime.ops.fused.alone.kernel import alone_kernel
 from qsrt_runtime.ops.fused.kernel import fused_kernel
 from qsrt_runtime.ops.fused.product import ptx
 from qsrt_runtime.ops.fused.product.kernel import product_kernel
@@ -86,6 +89,7 @@ FUSED = {
 CAPABILITIES = {  # others' are 80 and 90
     **dict.fromkeys(("product", "product_several", "wide"), (90,)),
     **dict.fromkeys((f"fused_{name}" for name in FUSED), (90,)),
+    **dict.fromkeys(("alone_1", "alone_2"), (90,)),
     **dict.fromkeys(("expand_warps", "expand_warps_uniform"), (90,)),
     **dict.fromkeys(("prepare_a8", "activate_a8", "plain_a8"), (89, 90)),
     **dict.fromkeys(("prepare_a8_numbers", "activate_a8_numbers"), (90,)),
@@ -259,6 +263,20 @@ KERNELS = {
         {"out": "*fp32", "x": "*u8", "labels": "*u8"},
         32,
     ),
+    **{
+        f"alone_{tokens}": (
+            alone_kernel,
+            {
+                **{"HELD": 2, "CHOICES": 16, "UNIFORM": True, "TOKENS": tokens, "INPUTS": 2},
+                **{"BETA": 4.0, "LINEAR_BETA": 25.0, "WEIGH": "output"},
+                **{"STEP": ptx.step(BY_ARITHMETIC[4], True, alone_ptx.LABELS)},
+                **{"PRODUCTS": PRODUCTS, **division(1024, 2, 16 * tokens, 132)},
+            },
+            {"out": "*bf16"},
+            32,
+        )
+        for tokens in (1, 2)
+    },
     **{
         f"fused_{name}": (
             fused_kernel,

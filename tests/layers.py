@@ -75,9 +75,12 @@ def poisoned(layer, topk, dtype, tokens=16, programs=None):
     if programs is not None:
         more = max(0, programs - workspace.programs) * PLACES * COLUMNS
         partial = workspace.partial.new_empty(2, workspace.partial.shape[1] + more)
-        workspace = replace(workspace, programs=programs, partial=partial)
+        sent = workspace.sent.new_empty(2, workspace.sent.shape[1] + programs, COLUMNS, 2)
+        calls = workspace.calls.new_empty(programs)
+        workspace = replace(workspace, programs=programs, partial=partial, sent=sent, calls=calls)
     workspace = guard(workspace)
-    workspace.arrivals.zero_()
+    for counter in (workspace.arrivals, workspace.sent, workspace.calls):
+        counter.zero_()
     return workspace
 
 

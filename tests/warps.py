@@ -17,6 +17,7 @@ from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 _MASK = np.uint64(0xFFFFFFFF)
 _HALF = np.uint64(0xFFFF)
 _KINDS = {"e4m3": torch.float8_e4m3fn, "f16": torch.float16, "bf16": torch.bfloat16}
+_WIDTHS = {"u8": 1, "u16": 2, "u32": 4, "b32": 4, "f32": 4, "b64": 8}
 _TYPES = {"r": np.uint32, "f": np.float32, "l": np.uint64}
 _UNSET = np.full(1024, 0x7FC12345, np.uint64)  # in registers nothing was written to, NaN as a float
 
@@ -48,6 +49,9 @@ def statements(text):
         if not statement or statement.startswith(".reg"):
             continue
         predicate, operation, rest = re.match(r"(?:@(\w+) )?(\S+) ?(.*)", statement).groups()
+        if operation == ".shared":
+            found.append((None, "mov.u32", [re.search(r"(\w+)\[", rest).group(1), "1024"]))
+            continue
         operands = re.findall(r"\{[^}]*\}|\[[^]]*\]|[^,\s]+", rest)
         found.append((predicate, operation, operands))
     return found
@@ -80,6 +84,9 @@ class Machine:
                 active |= elsewhere.pop(operation[:-1], False)
             elif operation == "bra":
                 jumps = active & registers[predicate].astype(bool)
+                if operands[0] == "waiting":
+                    assert not jumps.any()  # nobody else will write
+                    continue
                 active = active & ~jumps
                 elsewhere[operands[0]] = elsewhere.get(operands[0], False) | jumps
             elif active.all():
@@ -106,12 +113,14 @@ class Machine:
                 registers[name] = np.where(active, value, old)
 
     def step(self, registers, predicate, operation, operands):
+        half = np.uint64(32 if operation.endswith("b64") else 16)
+
         def read(name):
             if name in registers:
                 return registers[name]
             if name.startswith("{"):
                 low, high = map(read, name[1:-1].split(","))
-                return low | high << np.uint64(16)
+                return low | high << half
             if name == "%tid.x":
                 return np.arange(1024, dtype=np.uint64)
             if name.startswith("0f"):
@@ -129,7 +138,8 @@ class Machine:
             result = method(operation, *map(read, operands[1:]))
             if operands[0].startswith("{"):
                 low, high = operands[0][1:-1].split(",")
-                registers[low], registers[high] = result & _HALF, result >> np.uint64(16)
+                registers[low] = result & ((np.uint64(1) << half) - np.uint64(1))
+                registers[high] = result >> half
             else:
                 registers[operands[0]] = result
 
@@ -150,32 +160,45 @@ class Machine:
             for at in np.broadcast_to(self.address(operands[0], read), 1024)[there].tolist():
                 ctypes.c_uint32.from_address(at).value += int(operands[1])
             return
-        if operation == "st.shared.v4.f32":
-            address = self.address(operands[0], read)
-            for i, name in enumerate(operands[1][1:-1].split(",")):
-                raw = np.broadcast_to(read(name), 1024).astype("<u4").view(np.uint8).reshape(-1, 4)
-                for byte in range(4):
-                    self.shared[address[there] + np.uint64(4 * i + byte)] = raw[there, byte]
+        width = _WIDTHS[operation.split(".")[-1]]
+        if operation.startswith("st."):
+            address = np.broadcast_to(self.address(operands[0], read), 1024)[there].tolist()
+            for i, name in enumerate(operands[1].strip("{}").split(",")):
+                values = np.broadcast_to(read(name), 1024)[there].tolist()
+                for at, value in zip(address, values, strict=True):
+                    self.write(operation, at + width * i, value.to_bytes(8, "little")[:width])
             return
         address = np.broadcast_to(self.address(operands[1], read), 1024)
-        if operation.startswith("ld.shared"):
-            width = {"u8": 1, "u16": 2, "f32": 4}[operation.split(".")[-1]]
-            each = address[:, None] + np.arange(width, dtype=np.uint64)
-            raw = np.ascontiguousarray(self.shared[each]).view(f"<u{width}")[:, 0]
-            registers[operands[0]] = raw.astype(np.uint64)
-            return
-        assert operation.startswith(("ld.global.", "ld.acquire.gpu.global.u32"))
         if self.allowed is not None and "no_allocate" in operation:
             first = self.allowed.data_ptr()
             assert (address[there] >= first).all()
             assert (address[there] + 16 <= first + self.allowed.nbytes).all()
         for i, name in enumerate(operands[0].strip("{}").split(",")):
+            if operation.startswith("ld.shared"):
+                each = address[:, None] + np.arange(width * i, width * (i + 1), dtype=np.uint64)
+                raw = np.ascontiguousarray(self.shared[each & np.uint64(0x3FFFF)])
+                found = raw.view(f"<u{width}")[:, 0].astype(np.uint64)
+                old = registers.get(name, _UNSET)
+                registers[name] = found if there.all() else np.where(there, found, old)
+                continue
+            assert operation.startswith(
+                ("ld.global.", "ld.acquire.gpu.global.u32", "ld.relaxed.gpu.global.v2.b64")
+            )
             found = np.broadcast_to(registers.get(name, _UNSET), 1024).copy()
             for thread in np.flatnonzero(there):
-                raw = ctypes.string_at(int(address[thread]) + 4 * i, 4)
+                raw = ctypes.string_at(int(address[thread]) + width * i, width)
                 found[thread] = int.from_bytes(raw, "little")
             registers[name] = found
+        if operation.startswith("ld.shared"):
+            return
         self.loads += int(there.sum())
+
+    def write(self, operation, at, raw):
+        if operation.startswith("st.shared"):
+            self.shared[at : at + len(raw)] = np.frombuffer(raw, np.uint8)
+        else:
+            assert operation == "st.relaxed.gpu.global.b64"
+            ctypes.memmove(at, raw, len(raw))
 
     def mma(self, registers, operation, operands, read):
         kind = _KINDS[operation.split(".")[-2]]
@@ -209,7 +232,7 @@ class Machine:
         _, compare, kind = operation.split(".")
         if kind == "s32":
             a, b = (v.astype(np.uint32).view(np.int32) for v in (a, b))
-        compared = {"ne": a != b, "eq": a == b, "le": a <= b, "lt": a < b}[compare]
+        compared = {"ne": a != b, "eq": a == b, "le": a <= b, "lt": a < b, "gt": a > b}[compare]
         return np.broadcast_to(compared, 1024)
 
     def selp(self, _operation, a, b, predicate):
@@ -270,7 +293,9 @@ def _cvt(operation, a, b=None):
         return bits(numbers(a, torch.float16)[:, 0])
     if operation == "cvt.rn.f16x2.e4m3x2":
         return _packed(torch.float16, *numbers(a, torch.float8_e4m3fn)[:, :2].T.copy())
-    kind = {"bf16x2": torch.bfloat16, "e4m3x2": torch.float8_e4m3fn}[operation.split(".")[-2]]
+    kind = {"bf16x2": torch.bfloat16, "f16x2": torch.float16, "e4m3x2": torch.float8_e4m3fn}[
+        operation.split(".")[-2]
+    ]
     return _packed(kind, floats(b), floats(a))
 
 

@@ -4,6 +4,7 @@ import torch
 
 from qsrt_runtime.format.geometry import ATOM
 from qsrt_runtime.format.manifest import SITU_BETA, SITU_LINEAR_BETA
+from qsrt_runtime.ops.fused.alone import alone as by_alone
 from qsrt_runtime.ops.fused.kernel import fused_kernel
 from qsrt_runtime.ops.fused.product import SHARED_BYTES, arithmetic_pairs, products, step
 from qsrt_runtime.ops.launch import dependent, labels
@@ -72,6 +73,9 @@ def fused(
     divisor = 1 if by_route else topk
     is_bfloat16, alone = out.dtype == torch.bfloat16, makes_rows(layer, topk_ids)
     one = launches(layer, topk_ids) == 1
+    if one and alone:
+        by_alone(x, layer, topk_ids, expert_map, topk_weights, weight_on_input, workspace, out, pdl)
+        return
     for first, last in ((0, 2),) if one else ((0, 0), (1, 1), (2, 2)):
         compiled = fused_kernel[(workspace.programs,)](
             x,

@@ -142,8 +142,8 @@ def fused_kernel(
         products(
             rotated, slab, labels, codes, ids, expert_map, block_experts, block_routes, gate_up,
             layer, first_pair, matrix_rows, num_ids, num_experts, position, end, total, expert,
-            route, words, there, n1, n2, n3, HIDDEN, BUNDLE, SLOT_STRIDE, PAIRS, HELD,
-            HIDDEN // 64, DIVISOR, False, UNIFORM, SINGLE, HAS_MAP, STEP, PRODUCTS, LONG,
+            route, words, there, n1, n2, n3, 0, HIDDEN, BUNDLE, SLOT_STRIDE, PAIRS, HELD,
+            HIDDEN // 64, DIVISOR, False, UNIFORM, SINGLE, HAS_MAP, STEP, PRODUCTS, LONG, False,
         )  # fmt: skip
         if LAST > 0:
             arrive(arrivals)
@@ -178,8 +178,8 @@ def fused_kernel(
         products(
             middle, slab, labels, codes, ids, expert_map, block_experts, block_routes, down,
             layer, first_pair, 0, num_ids, num_experts, position, end, total, expert, route, words,
-            there, n1, n2, n3, HIDDEN, BUNDLE, SLOT_STRIDE, PAIRS, tiles, 4 * HELD, 1, True,
-            UNIFORM, SINGLE, HAS_MAP, STEP, PRODUCTS, LONG,
+            there, n1, n2, n3, 0, HIDDEN, BUNDLE, SLOT_STRIDE, PAIRS, tiles, 4 * HELD, 1, True,
+            UNIFORM, SINGLE, HAS_MAP, STEP, PRODUCTS, LONG, False,
         )  # fmt: skip
         if LAST == 2:
             arrive(arrivals + 1)

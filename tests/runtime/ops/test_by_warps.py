@@ -15,7 +15,7 @@ from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.moe_reference import moe_forward_reference
 from qsrt_runtime.ops import fused
 from qsrt_runtime.ops.expert_gemm import expert_gemm
-from qsrt_runtime.ops.fused import product
+from qsrt_runtime.ops.fused import alone, product
 from qsrt_runtime.ops.fused.ends import kernel as ends
 from qsrt_runtime.ops.fused.product import quantized as module
 from qsrt_runtime.ops.fused.product.quantized import kernel as kernel_module
@@ -149,6 +149,8 @@ def programs(monkeypatch, request):
     monkeypatch.setattr(fused, "LONG_WEIGHTS", (1 << 28) if request.param == 1 else 0)
     launched = warps.Launched(fused.fused_kernel, product.SHARED_BYTES)
     monkeypatch.setattr(fused, "fused_kernel", launched)
+    launched = warps.Launched(alone.alone_kernel, product.SHARED_BYTES)
+    monkeypatch.setattr(alone, "alone_kernel", launched)
     return request.param
 
 

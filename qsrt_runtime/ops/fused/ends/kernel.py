@@ -41,7 +41,7 @@ def await_others(arrivals, PROGRAMS: tl.constexpr):
 
 
 @triton.jit
-def _halves(pointer, there):
+def halves(pointer, there):
     return tl.inline_asm_elementwise(
         _HALVES,
         "=r,=r,l,r",
@@ -53,7 +53,7 @@ def _halves(pointer, there):
 
 
 @triton.jit
-def _floats(low, high):
+def floats(low, high):
     return tl.inline_asm_elementwise(
         _FLOATS,
         "=f,=f,=f,=f,r,r",
@@ -111,10 +111,10 @@ def make_rows(
             for matrix in tl.static_range(0, INPUTS):
                 source = x + row + lane * 4
                 suh = scales + matrix * SCALE_ROWS * HIDDEN + row % HIDDEN + lane * 4
-                a = _scaled(source, suh, there)
-                b = _scaled(source + 1, suh + 1, there)
-                c = _scaled(source + 2, suh + 2, there)
-                d = _scaled(source + 3, suh + 3, there)
+                a = scaled(source, suh, there)
+                b = scaled(source + 1, suh + 1, there)
+                c = scaled(source + 2, suh + 2, there)
+                d = scaled(source + 3, suh + 3, there)
                 a, b, c, d = rotate(a, b, c, d, lane)
                 target = out + matrix * TOKENS * HIDDEN + row + (lane >> 2) * 16
                 _store(target, a, b, c, d, lane, there)
@@ -122,7 +122,7 @@ def make_rows(
 
 
 @triton.jit
-def _scaled(x, suh, there):
+def scaled(x, suh, there):
     value = tl.load(x, mask=there, other=0).to(tl.float32)
     return value * tl.load(suh, mask=there, other=0).to(tl.float32) * NORM
 
@@ -257,9 +257,9 @@ def _record(
         route = tl.load(block_routes + block * PLACES + place, mask=there, other=0)
     local = slab.to(tl.pointer_type(tl.uint8)) + expert.to(tl.int64) * BUNDLE + 36 * HIDDEN
     local += (pair * 8 + (lane >> 2)).to(tl.int64) * SLOT_STRIDE + side * 32 + (lane & 3) * 8
-    gate, more_gate = _halves(local, there)
-    up, more_up = _halves(local + 64, there)
-    down, more_down = _halves(local + 128, there)
+    gate, more_gate = halves(local, there)
+    up, more_up = halves(local + 64, there)
+    down, more_down = halves(local + 128, there)
     factor = NORM
     if WEIGH:
         factor *= tl.load(weights + route, mask=there, other=0).to(tl.float32)
@@ -284,9 +284,9 @@ def _record(
         number += _GATE_UP_PARTS
     g0, g1, g2, g3 = rotate(g0, g1, g2, g3, lane)
     h0, h1, h2, h3 = rotate(h0, h1, h2, h3, lane)
-    s0, s1, s2, s3 = _floats(gate, more_gate)
+    s0, s1, s2, s3 = floats(gate, more_gate)
     g0, g1, g2, g3 = g0 * s0 * factor, g1 * s1 * factor, g2 * s2 * factor, g3 * s3 * factor
-    s0, s1, s2, s3 = _floats(up, more_up)
+    s0, s1, s2, s3 = floats(up, more_up)
     h0, h1, h2, h3 = h0 * s0 * factor, h1 * s1 * factor, h2 * s2 * factor, h3 * s3 * factor
     if activation == 1:
         g0 = activate(g0, h0, True, BETA, LINEAR_BETA)
@@ -298,7 +298,7 @@ def _record(
         g1 = activate(g1, h1, False, BETA, LINEAR_BETA)
         g2 = activate(g2, h2, False, BETA, LINEAR_BETA)
         g3 = activate(g3, h3, False, BETA, LINEAR_BETA)
-    s0, s1, s2, s3 = _floats(down, more_down)
+    s0, s1, s2, s3 = floats(down, more_down)
     g0, g1, g2, g3 = g0 * s0 * NORM, g1 * s1 * NORM, g2 * s2 * NORM, g3 * s3 * NORM
     g0, g1, g2, g3 = rotate(g0, g1, g2, g3, lane)
     target = middle + route.to(tl.int64) * (256 * PAIRS) + pair * 256 + (lane >> 2) * 32

@@ -25,7 +25,9 @@ from qsrt_runtime.ops.warps.kernel import (
     share,
 )
 
-_ROW = tl.constexpr(ptx.ROW)
+_ROW, _SHARED_ROW, _SEND = (
+    tl.constexpr(ptx.ROW), tl.constexpr(ptx.SHARED_ROW), tl.constexpr(ptx.SEND)
+)
 _STEP_WORDS = tl.constexpr(ptx.operands(12))
 _PRODUCT_WORDS = tl.constexpr(ptx.operands(24))
 
@@ -127,17 +129,26 @@ def first_words(
 
 
 @triton.jit
-def load_row(source, held):
-    """Eight words of a tile's rows, zeros where the place is empty."""
+def load_row(source, held, SHARED: tl.constexpr = False):
+    """Four words of a tile's rows, zeros where the place is empty."""
     x0, x1, x2, x3 = tl.inline_asm_elementwise(
-        _ROW,
-        "=r,=r,=r,=r,l,r",
+        _SHARED_ROW if SHARED else _ROW,
+        "=r,=r,=r,=r,r,r" if SHARED else "=r,=r,=r,=r,l,r",
         [source, held],
         dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
         is_pure=False,
         pack=1,
     )
     return x0, x1, x2, x3
+
+
+@triton.jit
+def _send(target, value, call, there):
+    """A sum, and beside it the call that it is of, for programs that wait for it."""
+    tl.inline_asm_elementwise(
+        _SEND, "=r,l,f,r,r", [target.to(tl.int64), value, call, there.to(tl.int32)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -188,11 +199,11 @@ def first_step(
 def products(
     x, slab, labels, codes, ids, expert_map, block_experts, block_routes, out, layer, first_pair,
     matrix_rows, num_ids, num_experts, position, end, total,
-    expert, route, words, there, n1, n2, n3,
+    expert, route, words, there, n1, n2, n3, call,
     HIDDEN: tl.constexpr, BUNDLE: tl.constexpr, SLOT_STRIDE: tl.constexpr, PAIRS: tl.constexpr,
     TILES: tl.constexpr, STEPS: tl.constexpr, DIVISOR: tl.constexpr, DOWN: tl.constexpr,
     UNIFORM: tl.constexpr, SINGLE: tl.constexpr, HAS_MAP: tl.constexpr, STEP: tl.constexpr,
-    PRODUCTS: tl.constexpr, LONG: tl.constexpr,
+    PRODUCTS: tl.constexpr, LONG: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     """The steps position to end of all tiles' `total`: a part of each tile to out.
 
@@ -204,7 +215,8 @@ def products(
     thread = tl.arange(0, 1024)
     strip, lane = thread >> 5, thread & 31
     group, quarter = lane >> 2, lane & 3
-    x = x.to(tl.pointer_type(tl.int32))
+    if not ALONE:
+        x = x.to(tl.pointer_type(tl.int32))
     before = (lane - 4) & 31
     advance: tl.constexpr = (2 * SLOT_STRIDE // 4) if DOWN else (96 if UNIFORM else 0)
     while position < end:
@@ -216,7 +228,10 @@ def products(
         row = tl.maximum(route, 0) // DIVISOR
         if not DOWN:
             row += matrix_rows * (strip >> 4)
-        source = x + row.to(tl.int64) * (STEPS * 32) + (first * 4 + quarter) * 8
+        if ALONE:
+            source = x + row * (STEPS * 128) + (first * 4 + quarter) * 32
+        else:
+            source = x + row.to(tl.int64) * (STEPS * 32) + (first * 4 + quarter) * 8
         # What the next tile needs, on its way while this one is at work.
         next_position = position + last - first
         if LONG:
@@ -261,9 +276,9 @@ def products(
                 newest = tl.where(bits == 2, w2, tl.where(bits == 3, w3, w4))
                 words += advance
             w0 = from_lane(newest, before)
-            x0, x1, x2, x3 = load_row(source, held)
-            x4, x5, x6, x7 = load_row(source + 4, held)
-            source += 32
+            x0, x1, x2, x3 = load_row(source, held, ALONE)
+            x4, x5, x6, x7 = load_row(source + (16 if ALONE else 4), held, ALONE)
+            source += 128 if ALONE else 32
             if UNIFORM or low == 3:
                 c0, c1, c2, c3 = _step(
                     w0, w1, w2, w3, x0, x1, x2, x3, x4, x5, x6, x7, c0, c1, c2, c3, STEP
@@ -273,17 +288,23 @@ def products(
                     labels, bits, w0, w1, w2, w3, w4, x0, x1, x2, x3, x4, x5, x6, x7,
                     c0, c1, c2, c3, PRODUCTS, _PRODUCT_WORDS,
                 )  # fmt: skip
-        # A lane has the sums of the places 2 quarter and 2 quarter + 1.
-        left = from_lane(route, (quarter * 8) & 31) >= 0
-        right = from_lane(route, (quarter * 8 + 4) & 31) >= 0
-        sums = (
-            out + (tl.program_id(0) + tile).to(tl.int64) * (PLACES * COLUMNS) + strip * 16 + group
-        )
-        sums += 2 * quarter * COLUMNS
-        tl.store(sums, c0, mask=there & left)
-        tl.store(sums + 8, c2, mask=there & left)
-        tl.store(sums + COLUMNS, c1, mask=there & right)
-        tl.store(sums + COLUMNS + 8, c3, mask=there & right)
+        if ALONE:
+            has = there & (quarter == 0) & (from_lane(route, lane * 0) >= 0)
+            at = (tl.program_id(0) + tile).to(tl.int64) * COLUMNS + strip * 16 + group
+            _send(out + 2 * at, c0, call, has)
+            _send(out + 2 * at + 16, c2, call, has)
+        else:
+            # A lane has the sums of the places 2 quarter and 2 quarter + 1.
+            left = from_lane(route, (quarter * 8) & 31) >= 0
+            right = from_lane(route, (quarter * 8 + 4) & 31) >= 0
+            sums = (
+                out + (tl.program_id(0) + tile).to(tl.int64) * (PLACES * COLUMNS) + strip * 16 + group
+            )
+            sums += 2 * quarter * COLUMNS
+            tl.store(sums, c0, mask=there & left)
+            tl.store(sums + 8, c2, mask=there & left)
+            tl.store(sums + COLUMNS, c1, mask=there & right)
+            tl.store(sums + COLUMNS + 8, c3, mask=there & right)
         position, expert, route = next_position, next_expert, next_route
         words, there = next_words, next_there
 
@@ -343,6 +364,6 @@ def product_kernel(
     products(
         x, slab, labels, codes, ids, expert_map, block_experts, block_routes, out, layer,
         first_pair, matrix_rows, num_ids, num_experts, position, end, total, expert, route, words,
-        there, n1, n2, n3, HIDDEN, BUNDLE, SLOT_STRIDE, PAIRS, TILES, STEPS, DIVISOR, DOWN,
-        UNIFORM, SINGLE, HAS_MAP, STEP, PRODUCTS, True,
+        there, n1, n2, n3, 0, HIDDEN, BUNDLE, SLOT_STRIDE, PAIRS, TILES, STEPS, DIVISOR, DOWN,
+        UNIFORM, SINGLE, HAS_MAP, STEP, PRODUCTS, True, False,
     )  # fmt: skip

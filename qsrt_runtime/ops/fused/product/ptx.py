@@ -13,11 +13,13 @@ from qsrt_runtime.ops.warps.ptx import LABELS, arithmetic, state
 WORDS = ("$4", "$5", "$6", "$7")  # the word before the group, and the group's three
 
 
-def _by_table(number: int, target: str, words: Sequence[str] = WORDS) -> str:
+def _by_table(
+    number: int, target: str, words: Sequence[str] = WORDS, labels: int = LABELS
+) -> str:
     """Weights number and number + 1, packed, from the labels in shared memory."""
     reads = [
         f"{state(words, place, number + i, 1)} and.b32 {place},{place},0x1FFFE; "
-        f"ld.shared.u16 {label},[{place}+{LABELS}];"
+        f"ld.shared.u16 {label},[{place}+{labels}];"
         for i, (place, label) in enumerate((("sa", "la"), ("sb", "lb")))
     ]
     registers = ".reg .b32 sa,sb,la,lb;"
@@ -54,10 +56,10 @@ def _with_sums(body: list[str], first: int) -> str:
     return "\n".join([f"{{ {registers} {copies}", *body, f"{results} }}"])
 
 
-def step(computed: Sequence[int], is_bfloat16: bool) -> str:
+def step(computed: Sequence[int], is_bfloat16: bool, labels: int = LABELS) -> str:
     """Words $4..$7, rows $8..$15 and sums $16..$19 to sums $0..$3.
 
-    computed: those of its 16 pairs whose labels are computed.
+    computed: those of its 16 pairs whose labels are computed.   labels: where those of others are.
     """
     body = []
     for product in range(4):
@@ -67,7 +69,7 @@ def step(computed: Sequence[int], is_bfloat16: bool) -> str:
             if pair in computed:
                 body.append(_by_arithmetic(2 * pair, target, is_bfloat16))
             else:
-                body.append(_by_table(2 * pair, target))
+                body.append(_by_table(2 * pair, target, labels=labels))
         rows = (f"${8 + 2 * product}", f"${9 + 2 * product}")
         body.append(_product("c0,c1,c2,c3", ("a0", "a1", "a2", "a3"), rows, is_bfloat16))
     return _with_sums(body, 16)
@@ -129,4 +131,11 @@ def operands(inputs: int) -> str:
 ROW = (
     "{ .reg .pred there; setp.ne.b32 there,$5,0; mov.b32 $0,0; mov.b32 $1,0; mov.b32 $2,0; "
     "mov.b32 $3,0; @there ld.global.v4.b32 {$0,$1,$2,$3},[$4]; }"
+)
+# As ROW, from shared memory.
+SHARED_ROW = ROW.replace("ld.global", "ld.shared")
+# A float and beside it a word to [$1] at once, unless $4 is 0.
+SEND = (
+    "{ .reg .pred p; .reg .b64 both; setp.ne.s32 p,$4,0; mov.b64 both,{$2,$3}; "
+    "@p st.relaxed.gpu.global.b64 [$1],both; mov.u32 $0,0; }"
 )

@@ -1,0 +1,74 @@
+"""PTX of a call in one launch, whose programs hand each other sums.
+
+A sum stands beside the number of the call, in one word of 64 bits: who reads it sees at once whether
+it is there, without a barrier, a fence or a counter. Rows stay in shared memory, before the labels.
+"""
+
+from collections.abc import Sequence
+
+from qsrt_runtime.ops.warps.ptx import LABELS as SHARED
+from qsrt_runtime.ops.warps.ptx import copy
+from qsrt_runtime.workspace import COLUMNS
+
+SUMS_BYTES = 8192  # of four tiles' sums of gate and up, or of four shares of them
+ROWS_BYTES = 24576  # of the tokens, and of down's routes
+SUMS = SHARED
+ROWS = SUMS + SUMS_BYTES
+LABELS = ROWS + ROWS_BYTES
+PART_BYTES = 8 * COLUMNS
+AT_ONCE = 4  # parts that a thread has on their way, as registers allow
+
+COPY = copy(LABELS)
+# Sets the memory before the labels aside; thread $1.
+RESERVE = (
+    f"{{ .shared .align 16 .b8 kept[{SUMS_BYTES + ROWS_BYTES}]; .reg .pred p; "
+    "setp.ne.s32 p,$1,0; @p bra kept_is; st.shared.b32 [kept],0; kept_is: mov.u32 $0,0; }"
+)
+PUT_TWO = f"{{ st.shared.v2.f32 [$1+{SUMS}],{{$2,$3}}; mov.u32 $0,0; }}"
+GET_FOUR = f"ld.shared.v4.f32 {{$0,$1,$2,$3}},[$4+{SUMS}];"
+# Two words, four numbers, of a row to [$1].
+_STORE_ROW = (
+    "{{ .reg .pred p; .reg .b32 l,h; setp.ne.s32 p,$6,0; cvt.rn.{0}.f32 l,$3,$2; "
+    "cvt.rn.{0}.f32 h,$5,$4; @p st.shared.b32 [$1],l; @p st.shared.b32 [$1+8],h; mov.u32 $0,0; }}"
+)
+STORE_ROW = {is_bfloat16: _STORE_ROW.format(("f16x2", "bf16x2")[is_bfloat16]) for is_bfloat16 in (0, 1)}
+
+
+def receive(columns: int, parts: int, stride: int) -> str:
+    """Sums of up to `parts` parts, `stride` bytes apart, added to others, when all are there.
+
+    Out: $0.. (`columns`, 2 or 4).   In: a pointer, how many parts there are, the call's number, and
+    what is added to.
+    """
+    pointer, count, call = (f"${columns + i}" for i in range(3))
+    words = [[f"w{part}{i}" for i in range(columns)] for part in range(parts)]
+    every = [word for each in words for word in each]
+    body = [f"{{ .reg .pred p,{','.join(f'p{i}' for i in range(parts))}; .reg .b64 none,{','.join(every)};"]
+    body.append(".reg .b32 found,missing; .reg .f32 value;")
+    body += [f"mov.f32 ${i},${columns + 3 + i};" for i in range(columns)]
+    body.append(f"mov.b64 none,{{0,{call}}};")
+    for part in range(parts):
+        body.append(f"setp.gt.s32 p{part},{count},{part};")
+    body.append("waiting:")
+    for part, each in enumerate(words):
+        body += [f"mov.b64 {word},none;" for word in each]
+        for i in range(0, columns, 2):
+            at = part * stride + 8 * i
+            body.append(f"@p{part} ld.relaxed.gpu.global.v2.b64 {{{each[i]},{each[i + 1]}}},[{pointer}+{at}];")
+    body.append("mov.b32 missing,0;")
+    for word in every:
+        body.append(f"mov.b64 {{value,found}},{word}; lop3.b32 missing,missing,found,{call},0xF6;")
+    body.append("setp.ne.s32 p,missing,0; @p bra waiting;")
+    for each in words:
+        body += [f"mov.b64 {{value,found}},{word}; add.f32 ${i},${i},value;" for i, word in enumerate(each)]
+    return "\n".join([*body, "}"])
+
+
+def receive_operands(columns: int) -> str:
+    """Constraints of receive."""
+    return ",".join(["=&f"] * columns + ["l", "r", "r"] + ["f"] * columns)
+
+
+# Four floats to the labels' memory, $1 bytes on; and one from there.
+PUT = f"{{ st.shared.v4.f32 [$1+{LABELS}],{{$2,$3,$4,$5}}; mov.u32 $0,0; }}"
+GET = f"ld.shared.f32 $0,[$1+{LABELS}];"
