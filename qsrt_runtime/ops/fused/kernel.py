@@ -111,7 +111,7 @@ def fused_kernel(
     LONG: as in products.
     FIRST, LAST: of gate and up (0), down (1) and output (2) what this launch does.
     """
-    copy_labels(labels, layer, FIRST < 2)
+    copy_labels(labels, layer, 0, 8 if FIRST < 2 else 0)
     if FIRST == 0:
         wait_for_previous(PDL)
     if tl.program_id(0) == PROGRAMS - 1:  # which has the least to do

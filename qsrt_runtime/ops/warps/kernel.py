@@ -22,21 +22,30 @@ NORM = tl.constexpr(0.08838834764831845)  # 1 / sqrt(128)
 
 
 @triton.jit
-def copy_labels(labels, layer, WANTED: tl.constexpr = True, COPY: tl.constexpr = _COPY):
-    """Start copying the 3-bit labels to where dynamic shared memory begins, if wanted; else just
-    have that memory.
+def copy_labels(
+    labels, layer, FIRST: tl.constexpr = 0, LAST: tl.constexpr = 8, COPY: tl.constexpr = _COPY
+):  # fmt: skip
+    """Start copying the 3-bit labels to where dynamic shared memory begins, eighths FIRST to LAST,
+    and have that memory.
 
     labels: [3, 65536], of one byte or two; 64 or 128 KiB of shared memory.   COPY: ptx.copy.
     """
     size: tl.constexpr = labels.dtype.element_ty.primitive_bitwidth // 8
-    thread = tl.arange(0, 1024)
     if layer < 0:  # never so: a gather, for which Triton sets that much memory aside
         place = tl.arange(0, 16384 * size)
         words = labels.to(tl.pointer_type(tl.int32))
         kept = tl.gather(tl.load(words + place), tl.load(words + place + 1) & (16384 * size - 1), 0)
         tl.store(words + place, kept)
+    copy_more_labels(labels, FIRST, LAST, COPY)
+
+
+@triton.jit
+def copy_more_labels(labels, FIRST: tl.constexpr, LAST: tl.constexpr, COPY: tl.constexpr):
+    """As copy_labels, where the memory is there already."""
+    size: tl.constexpr = labels.dtype.element_ty.primitive_bitwidth // 8
+    thread = tl.arange(0, 1024)
     source = labels + STATES + thread * (16 // size)
-    for start in tl.static_range(0, 4 * size if WANTED else 0):
+    for start in tl.static_range(FIRST * size // 2, LAST * size // 2):
         tl.inline_asm_elementwise(
             COPY, "=r,l,r", [source + start * (16384 // size), thread * 16 + start * 16384],
             dtype=tl.int32, is_pure=False, pack=1,

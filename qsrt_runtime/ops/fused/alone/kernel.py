@@ -9,7 +9,13 @@ import triton.language as tl
 
 from qsrt_runtime.ops.fused.alone import ptx
 from qsrt_runtime.ops.fused.ends.kernel import halves, floats, rotate, scaled
-from qsrt_runtime.ops.fused.product.kernel import await_labels, copy_labels, first_step, products
+from qsrt_runtime.ops.fused.product.kernel import (
+    await_labels,
+    copy_labels,
+    copy_more_labels,
+    first_step,
+    products,
+)
 from qsrt_runtime.ops.kernel import COLUMNS, activate, expert_of, wait_for_previous
 from qsrt_runtime.ops.warps.kernel import NORM, warp_number
 
@@ -34,31 +40,50 @@ def _store_row(at, a, b, c, d, lane, there, IS_BFLOAT: tl.constexpr):
 
 
 @triton.jit
+def _load_rows(x, scales, HIDDEN: tl.constexpr, SCALE_ROWS: tl.constexpr, TOKENS: tl.constexpr):
+    """A lane's four channels of its warp's record of the tokens, the scales of gate and of up."""
+    thread = tl.arange(0, 1024)
+    channel = thread * 4  # of all tokens'
+    there = channel < TOKENS * HIDDEN
+    suh = scales + channel % HIDDEN
+    x0, x1, x2, x3 = _load_four(x + channel, there)
+    s0, s1, s2, s3 = _load_four(suh, there)
+    return x0, x1, x2, x3, s0, s1, s2, s3
+
+
+@triton.jit
+def _load_four(source, there):
+    a = tl.load(source, mask=there, other=0)
+    b = tl.load(source + 1, mask=there, other=0)
+    c = tl.load(source + 2, mask=there, other=0)
+    d = tl.load(source + 3, mask=there, other=0)
+    return a, b, c, d
+
+
+@triton.jit
 def _make_rows(
-    x, scales, HIDDEN: tl.constexpr, SCALE_ROWS: tl.constexpr, INPUTS: tl.constexpr,
-    TOKENS: tl.constexpr, IS_BFLOAT: tl.constexpr,
+    x0, x1, x2, x3, s0, s1, s2, s3, scales, HIDDEN: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    INPUTS: tl.constexpr, TOKENS: tl.constexpr, IS_BFLOAT: tl.constexpr,
 ):  # fmt: skip
     """Tokens rotated by the scales of gate and, where INPUTS is 2, of up; see prepare_kernel.
 
     Every program makes all of them for itself.
     """
     thread = tl.arange(0, 1024)
-    warp, lane = thread >> 5, thread & 31
-    records: tl.constexpr = TOKENS * HIDDEN // 128
-    for start in tl.static_range(0, records, 32):
-        if start + warp_number() < records:
-            row = (start + warp) * 128  # of all tokens' channels
-            there = start + warp < records
-            for matrix in tl.static_range(0, INPUTS):
-                source = x + row + lane * 4
-                suh = scales + matrix * SCALE_ROWS * HIDDEN + row % HIDDEN + lane * 4
-                a = scaled(source, suh, there)
-                b = scaled(source + 1, suh + 1, there)
-                c = scaled(source + 2, suh + 2, there)
-                d = scaled(source + 3, suh + 3, there)
-                a, b, c, d = rotate(a, b, c, d, lane)
-                at = _ROWS + 2 * (matrix * TOKENS * HIDDEN + row + (lane >> 2) * 16)
-                _store_row(at, a, b, c, d, lane, there, IS_BFLOAT)
+    lane = thread & 31
+    there = thread * 4 < TOKENS * HIDDEN
+    if warp_number() * 128 < TOKENS * HIDDEN:
+        for matrix in tl.static_range(0, INPUTS):
+            if matrix == 1:
+                suh = scales + SCALE_ROWS * HIDDEN + thread * 4 % HIDDEN
+                s0, s1, s2, s3 = _load_four(suh, there)
+            a = x0.to(tl.float32) * s0.to(tl.float32) * NORM
+            b = x1.to(tl.float32) * s1.to(tl.float32) * NORM
+            c = x2.to(tl.float32) * s2.to(tl.float32) * NORM
+            d = x3.to(tl.float32) * s3.to(tl.float32) * NORM
+            a, b, c, d = rotate(a, b, c, d, lane)
+            at = _ROWS + 2 * (matrix * TOKENS * HIDDEN + (thread >> 5) * 128 + (lane >> 2) * 16)
+            _store_row(at, a, b, c, d, lane, there, IS_BFLOAT)
 
 
 @triton.jit
@@ -328,8 +353,9 @@ def alone_kernel(
     is_bfloat: tl.constexpr = x.dtype.element_ty == tl.bfloat16
     program = tl.program_id(0)
     tl.inline_asm_elementwise(_RESERVE, "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1)
-    copy_labels(labels, layer, True, _COPY)
+    copy_labels(labels, layer, 0, 4, _COPY)
     wait_for_previous(PDL)
+    x0, x1, x2, x3, s0, s1, s2, s3 = _load_rows(x, scales, HIDDEN, SCALE_ROWS, TOKENS)
     call = tl.load(calls + program) + 1
     if program == PROGRAMS - 1:  # which has the least to do
         _count_invalid(ids, expert_map, counts, num_ids, num_experts, TOKENS * TOPK, HAS_MAP)
@@ -340,7 +366,10 @@ def alone_kernel(
         slab, ids, expert_map, ids, ids, position, end, total, num_ids, num_experts, HIDDEN, BUNDLE,
         SLOT_STRIDE, HELD, HIDDEN // 64, False, UNIFORM, True, HAS_MAP,
     )  # fmt: skip
-    _make_rows(x, scales, HIDDEN, SCALE_ROWS, INPUTS, TOKENS, is_bfloat)
+    copy_more_labels(labels, 4, 8, _COPY)
+    _make_rows(
+        x0, x1, x2, x3, s0, s1, s2, s3, scales, HIDDEN, SCALE_ROWS, INPUTS, TOKENS, is_bfloat
+    )
     await_labels()
     rows_between: tl.constexpr = TOKENS if INPUTS == 2 else 0
     products(

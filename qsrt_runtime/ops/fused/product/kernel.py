@@ -18,6 +18,7 @@ from qsrt_runtime.ops.kernel import (
 from qsrt_runtime.ops.warps.kernel import (
     await_labels,
     copy_labels,
+    copy_more_labels,
     exchange,
     from_lane,
     load_words,
