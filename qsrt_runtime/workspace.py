@@ -47,6 +47,7 @@ class Workspace:
     counts: torch.Tensor
     arrivals: torch.Tensor
     sent: torch.Tensor
+    sent_rows: torch.Tensor
     calls: torch.Tensor
     block_experts: torch.Tensor
     block_routes: torch.Tensor
@@ -118,6 +119,7 @@ def make_workspace(
         counts=integers(2).zero_(),
         arrivals=torch.zeros(2, dtype=torch.int32, device=device),
         sent=integers(2, programs + tiles, COLUMNS, 2).zero_(),
+        sent_rows=integers(min(tokens, ALONE_TOKENS) * topk, geometry.intermediate // 2, 2).zero_(),
         calls=integers(programs).zero_(),
         block_experts=integers(blocks(PLACES)),
         block_routes=integers(places),

@@ -20,7 +20,7 @@ THREE_LAUNCH_WEIGHTS = 1 << 30
 # Weights from which on a program's steps are many, see products: what is 2 to 4 % quicker at 1.2e9
 # and 1 % at 3.0e8 loses 0.5 us at 3.8e7, on an H200.
 LONG_WEIGHTS = 1 << 28
-MAX_ROWS = 4096  # channels of the rows that each program makes, a round of its warps
+MAX_ROWS = 12288  # channels of the rows that each program makes, a round of its warps
 
 
 def launches(layer: LayerWeights, topk_ids: torch.Tensor) -> int:

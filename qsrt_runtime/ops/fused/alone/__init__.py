@@ -14,6 +14,7 @@ from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import COLUMNS, Workspace
 
 receive = functools.cache(ptx.receive)
+MOST_PAIRS = 4  # of down's steps, for which a program makes rows that others make too
 
 
 def _most_parts(steps: int, unit: int) -> int:
@@ -30,13 +31,15 @@ def division(hidden: int, held: int, routes: int, programs: int) -> dict[str, in
     up_steps, down_steps, down_tiles = hidden // 64, 4 * held, -(-hidden // COLUMNS)
     up_unit = -(-routes * held * up_steps // programs)
     down_unit = -(-routes * down_tiles * down_steps // programs)
-    # Pairs that a program's steps of down need, four steps of a pair.
-    pairs = down_unit // 4 if down_unit % 4 == 0 else (1 if 4 % down_unit == 0 else (down_unit + 2) // 4 + 1)
-    tiles = 1 << min(pairs - 1, held - 1, 2).bit_length()
+    is_aligned = down_unit % 4 == 0 or 4 % down_unit == 0
+    pairs = max(1, down_unit // 4) if is_aligned else (down_unit + 2) // 4 + 1  # at most
+    spread = pairs > MOST_PAIRS
+    tiles = 1 if spread else 1 << min(pairs - 1, held - 1, 2).bit_length()
     up_parts = -(-_most_parts(up_steps, up_unit) * tiles // 4)
     down_parts = _most_parts(down_steps, down_unit)
     return {
         "TILES": tiles,
+        "SPREAD": spread,
         "UP_UNIT": up_unit,
         "DOWN_UNIT": down_unit,
         "UP_RECEIVE": receive(2, min(ptx.AT_ONCE, up_parts), 4 // tiles * ptx.PART_BYTES),
@@ -77,6 +80,7 @@ def alone(
         workspace.counts,
         workspace.calls,
         workspace.sent[0],
+        workspace.sent_rows,
         workspace.sent[1],
         out,
         layer.layer,

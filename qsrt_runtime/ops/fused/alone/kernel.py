@@ -22,6 +22,8 @@ from qsrt_runtime.ops.warps.kernel import NORM, warp_number
 _RESERVE, _COPY = tl.constexpr(ptx.RESERVE), tl.constexpr(ptx.COPY)
 _PUT_TWO, _GET_FOUR = tl.constexpr(ptx.PUT_TWO), tl.constexpr(ptx.GET_FOUR)
 _STORE_HALVES, _STORE_BFLOATS = tl.constexpr(ptx.STORE_ROW[0]), tl.constexpr(ptx.STORE_ROW[1])
+_SEND_HALVES, _SEND_BFLOATS = tl.constexpr(ptx.SEND_ROW[0]), tl.constexpr(ptx.SEND_ROW[1])
+_RECEIVE_WORDS, _PUT_WORDS = tl.constexpr(ptx.RECEIVE_WORDS), tl.constexpr(ptx.PUT_WORDS)
 _ROWS, _AT_ONCE, _PART_BYTES = (
     tl.constexpr(ptx.ROWS), tl.constexpr(ptx.AT_ONCE), tl.constexpr(ptx.PART_BYTES)
 )
@@ -40,18 +42,6 @@ def _store_row(at, a, b, c, d, lane, there, IS_BFLOAT: tl.constexpr):
 
 
 @triton.jit
-def _load_rows(x, scales, HIDDEN: tl.constexpr, SCALE_ROWS: tl.constexpr, TOKENS: tl.constexpr):
-    """A lane's four channels of its warp's record of the tokens, the scales of gate and of up."""
-    thread = tl.arange(0, 1024)
-    channel = thread * 4  # of all tokens'
-    there = channel < TOKENS * HIDDEN
-    suh = scales + channel % HIDDEN
-    x0, x1, x2, x3 = _load_four(x + channel, there)
-    s0, s1, s2, s3 = _load_four(suh, there)
-    return x0, x1, x2, x3, s0, s1, s2, s3
-
-
-@triton.jit
 def _load_four(source, there):
     a = tl.load(source, mask=there, other=0)
     b = tl.load(source + 1, mask=there, other=0)
@@ -61,29 +51,44 @@ def _load_four(source, there):
 
 
 @triton.jit
+def _load_inputs(x, scales, start, HIDDEN: tl.constexpr, TOKENS: tl.constexpr):
+    """A lane's four channels of all tokens' from `start` on, and the scales of gate."""
+    channel = start + tl.arange(0, 1024) * 4
+    there = channel < TOKENS * HIDDEN
+    x0, x1, x2, x3 = _load_four(x + channel, there)
+    s0, s1, s2, s3 = _load_four(scales + channel % HIDDEN, there)
+    return x0, x1, x2, x3, s0, s1, s2, s3
+
+
+@triton.jit
 def _make_rows(
-    x0, x1, x2, x3, s0, s1, s2, s3, scales, HIDDEN: tl.constexpr, SCALE_ROWS: tl.constexpr,
-    INPUTS: tl.constexpr, TOKENS: tl.constexpr, IS_BFLOAT: tl.constexpr,
+    x, scales, inputs, HIDDEN: tl.constexpr, SCALE_ROWS: tl.constexpr, INPUTS: tl.constexpr,
+    TOKENS: tl.constexpr, IS_BFLOAT: tl.constexpr,
 ):  # fmt: skip
     """Tokens rotated by the scales of gate and, where INPUTS is 2, of up; see prepare_kernel.
 
-    Every program makes all of them for itself.
+    Every program makes all of them for itself.   inputs: _load_inputs from 0 on.
     """
     thread = tl.arange(0, 1024)
     lane = thread & 31
-    there = thread * 4 < TOKENS * HIDDEN
-    if warp_number() * 128 < TOKENS * HIDDEN:
-        for matrix in tl.static_range(0, INPUTS):
-            if matrix == 1:
-                suh = scales + SCALE_ROWS * HIDDEN + thread * 4 % HIDDEN
-                s0, s1, s2, s3 = _load_four(suh, there)
-            a = x0.to(tl.float32) * s0.to(tl.float32) * NORM
-            b = x1.to(tl.float32) * s1.to(tl.float32) * NORM
-            c = x2.to(tl.float32) * s2.to(tl.float32) * NORM
-            d = x3.to(tl.float32) * s3.to(tl.float32) * NORM
-            a, b, c, d = rotate(a, b, c, d, lane)
-            at = _ROWS + 2 * (matrix * TOKENS * HIDDEN + (thread >> 5) * 128 + (lane >> 2) * 16)
-            _store_row(at, a, b, c, d, lane, there, IS_BFLOAT)
+    x0, x1, x2, x3, s0, s1, s2, s3 = inputs
+    for start in tl.static_range(0, TOKENS * HIDDEN, 4096):
+        if start > 0:
+            x0, x1, x2, x3, s0, s1, s2, s3 = _load_inputs(x, scales, start, HIDDEN, TOKENS)
+        there = start + thread * 4 < TOKENS * HIDDEN
+        if start + warp_number() * 128 < TOKENS * HIDDEN:
+            for matrix in tl.static_range(0, INPUTS):
+                if matrix == 1:
+                    suh = scales + SCALE_ROWS * HIDDEN + (start + thread * 4) % HIDDEN
+                    s0, s1, s2, s3 = _load_four(suh, there)
+                a = x0.to(tl.float32) * s0.to(tl.float32) * NORM
+                b = x1.to(tl.float32) * s1.to(tl.float32) * NORM
+                c = x2.to(tl.float32) * s2.to(tl.float32) * NORM
+                d = x3.to(tl.float32) * s3.to(tl.float32) * NORM
+                a, b, c, d = rotate(a, b, c, d, lane)
+                row = matrix * TOKENS * HIDDEN + start + (thread >> 5) * 128
+                at = _ROWS + 2 * (row + (lane >> 2) * 16)
+                _store_row(at, a, b, c, d, lane, there, IS_BFLOAT)
 
 
 @triton.jit
@@ -130,6 +135,77 @@ def _get_four(at):
 
 
 @triton.jit
+def _make_records(
+    sent, slab, weights, middle, call, block, expert, activation, first, done, count, at,
+    HIDDEN: tl.constexpr, BUNDLE: tl.constexpr, SLOT_STRIDE: tl.constexpr, PAIRS: tl.constexpr,
+    BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, WEIGH: tl.constexpr, UNIT: tl.constexpr,
+    TILES: tl.constexpr, RECEIVE: tl.constexpr, ROUNDS: tl.constexpr, SPREAD: tl.constexpr,
+    IS_BFLOAT: tl.constexpr,
+):  # fmt: skip
+    """Down's rows of a block's pairs first + done to first + count, at most TILES; see
+    activate_kernel.   128 channels to a warp.
+
+    To shared memory `at`, or where SPREAD is to middle, for all programs.
+    """
+    shares: tl.constexpr = 4 // TILES
+    thread = tl.arange(0, 1024)
+    number, side, lane = thread >> 6, (thread >> 5) & 1, thread & 31
+    there = (number < TILES) & (done + number < count)
+    pair = (first + done + number) % PAIRS
+    local = slab.to(tl.pointer_type(tl.uint8)) + expert.to(tl.int64) * BUNDLE + 36 * HIDDEN
+    local += (pair * 8 + (lane >> 2)).to(tl.int64) * SLOT_STRIDE + side * 32 + (lane & 3) * 8
+    gate, more_gate = halves(local, there)
+    up, more_up = halves(local + 64, there)
+    down, more_down = halves(local + 128, there)
+    factor = NORM
+    if WEIGH:
+        factor *= tl.load(weights + block).to(tl.float32)
+    _gather(
+        sent, call, block, first, done, count, PAIRS, HIDDEN // 64, UNIT, TILES, RECEIVE, ROUNDS
+    )
+    tl.debug_barrier()
+    if warp_number() < 2 * TILES:
+        g0, g1, g2, g3 = thread * 0.0, thread * 0.0, thread * 0.0, thread * 0.0
+        h0, h1, h2, h3 = g0, g1, g2, g3
+        source = (number % TILES * COLUMNS + side * 128 + lane * 4) * 4
+        for share in tl.static_range(0, shares):
+            a, b, c, d = _get_four(source + share * (TILES * COLUMNS * 4))
+            g0, g1, g2, g3 = g0 + a, g1 + b, g2 + c, g3 + d
+            a, b, c, d = _get_four(source + share * (TILES * COLUMNS * 4) + 1024)
+            h0, h1, h2, h3 = h0 + a, h1 + b, h2 + c, h3 + d
+        g0, g1, g2, g3 = rotate(g0, g1, g2, g3, lane)
+        h0, h1, h2, h3 = rotate(h0, h1, h2, h3, lane)
+        s0, s1, s2, s3 = floats(gate, more_gate)
+        g0, g1, g2, g3 = g0 * s0 * factor, g1 * s1 * factor, g2 * s2 * factor, g3 * s3 * factor
+        s0, s1, s2, s3 = floats(up, more_up)
+        h0, h1, h2, h3 = h0 * s0 * factor, h1 * s1 * factor, h2 * s2 * factor, h3 * s3 * factor
+        if activation == 1:
+            g0 = activate(g0, h0, True, BETA, LINEAR_BETA)
+            g1 = activate(g1, h1, True, BETA, LINEAR_BETA)
+            g2 = activate(g2, h2, True, BETA, LINEAR_BETA)
+            g3 = activate(g3, h3, True, BETA, LINEAR_BETA)
+        else:
+            g0 = activate(g0, h0, False, BETA, LINEAR_BETA)
+            g1 = activate(g1, h1, False, BETA, LINEAR_BETA)
+            g2 = activate(g2, h2, False, BETA, LINEAR_BETA)
+            g3 = activate(g3, h3, False, BETA, LINEAR_BETA)
+        s0, s1, s2, s3 = floats(down, more_down)
+        g0, g1, g2, g3 = g0 * s0 * NORM, g1 * s1 * NORM, g2 * s2 * NORM, g3 * s3 * NORM
+        g0, g1, g2, g3 = rotate(g0, g1, g2, g3, lane)
+        byte = (lane >> 2) * 64 + side * 32
+        if SPREAD:
+            target = middle + ((block * PAIRS + pair).to(tl.int64) * 512 + byte) // 2
+            target += 8 * (lane & 1) + (lane & 2)
+            tl.inline_asm_elementwise(
+                _SEND_BFLOATS if IS_BFLOAT else _SEND_HALVES, "=r,l,f,f,f,f,r,r",
+                [target.to(tl.int64), g0, g1, g2, g3, call, there.to(tl.int32)],
+                dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+        else:
+            _store_row(at + number * 512 + byte, g0, g1, g2, g3, lane, there, IS_BFLOAT)
+
+
+@triton.jit
 def _make_middle(
     sent, slab, activations, weights, ids, expert_map, call, position, end, num_ids, num_experts,
     HIDDEN: tl.constexpr, BUNDLE: tl.constexpr, SLOT_STRIDE: tl.constexpr, PAIRS: tl.constexpr,
@@ -137,80 +213,83 @@ def _make_middle(
     HAS_MAP: tl.constexpr, MIDDLE: tl.constexpr, UNIT: tl.constexpr, TILES: tl.constexpr,
     RECEIVE: tl.constexpr, ROUNDS: tl.constexpr, IS_BFLOAT: tl.constexpr,
 ):  # fmt: skip
-    """The rows of down that its steps position to end take, to shared memory; see activate_kernel.
+    """The rows of down's steps position to end, to shared memory MIDDLE, in the steps' order.
 
-    Programs whose steps share rows make them each for itself, which is quicker than waiting.
+    Programs whose steps share rows make them each for itself.
     """
-    steps: tl.constexpr = 4 * PAIRS
-    block_steps: tl.constexpr = DOWN_TILES * steps
-    shares: tl.constexpr = 4 // TILES
-    thread = tl.arange(0, 1024)
-    warp, lane = thread >> 5, thread & 31
-    block = position // block_steps
-    first_block = block
-    while block * block_steps < end:
+    block_pairs: tl.constexpr = DOWN_TILES * PAIRS
+    first, last = position // 4, (end + 3) // 4
+    block = first // block_pairs
+    while block * block_pairs < last:
         expert, _ = expert_of(ids, expert_map, block, True, num_ids, num_experts, HAS_MAP)
-        start = tl.maximum(position - block * block_steps, 0)
-        count = tl.minimum(end - block * block_steps, block_steps) - start
-        start %= steps
-        count = tl.where(expert >= 0, tl.minimum((start % 4 + count + 3) // 4, PAIRS), 0)
+        start = tl.maximum(first, block * block_pairs)
+        count = tl.minimum(last, (block + 1) * block_pairs) - start
+        count = tl.where(expert >= 0, count, 0)
         expert = tl.maximum(expert, 0)
         activation = tl.load(activations + expert)
-        factor = NORM
-        if WEIGH:
-            factor *= tl.load(weights + block).to(tl.float32)
         done = 0
         while done < count:
-            number, side = warp >> 1, warp & 1
-            there = (number < TILES) & (done + number < count)
-            pair = (start // 4 + done + number) % PAIRS
-            local = slab.to(tl.pointer_type(tl.uint8)) + expert.to(tl.int64) * BUNDLE + 36 * HIDDEN
-            local += (pair * 8 + (lane >> 2)).to(tl.int64) * SLOT_STRIDE + side * 32 + (lane & 3) * 8
-            gate, more_gate = halves(local, there)
-            up, more_up = halves(local + 64, there)
-            down, more_down = halves(local + 128, there)
-            _gather(
-                sent, call, block, start // 4, done, count, PAIRS, HIDDEN // 64, UNIT, TILES, RECEIVE,
-                ROUNDS,
+            _make_records(
+                sent, slab, weights, sent, call, block, expert, activation, start, done, count,
+                MIDDLE + (start + done - first) * 512, HIDDEN, BUNDLE, SLOT_STRIDE, PAIRS, BETA,
+                LINEAR_BETA, WEIGH, UNIT, TILES, RECEIVE, ROUNDS, False, IS_BFLOAT,
             )  # fmt: skip
-            tl.debug_barrier()
-            if warp_number() < 2 * TILES:
-                g0, g1, g2, g3 = thread * 0.0, thread * 0.0, thread * 0.0, thread * 0.0
-                h0, h1, h2, h3 = g0, g1, g2, g3
-                at = (number % TILES * COLUMNS + side * 128 + lane * 4) * 4
-                for share in tl.static_range(0, shares):
-                    a, b, c, d = _get_four(at + share * (TILES * COLUMNS * 4))
-                    g0, g1, g2, g3 = g0 + a, g1 + b, g2 + c, g3 + d
-                    a, b, c, d = _get_four(at + share * (TILES * COLUMNS * 4) + 1024)
-                    h0, h1, h2, h3 = h0 + a, h1 + b, h2 + c, h3 + d
-                g0, g1, g2, g3 = rotate(g0, g1, g2, g3, lane)
-                h0, h1, h2, h3 = rotate(h0, h1, h2, h3, lane)
-                s0, s1, s2, s3 = floats(gate, more_gate)
-                g0, g1, g2, g3 = g0 * s0 * factor, g1 * s1 * factor, g2 * s2 * factor, g3 * s3 * factor
-                s0, s1, s2, s3 = floats(up, more_up)
-                h0, h1, h2, h3 = h0 * s0 * factor, h1 * s1 * factor, h2 * s2 * factor, h3 * s3 * factor
-                if activation == 1:
-                    g0 = activate(g0, h0, True, BETA, LINEAR_BETA)
-                    g1 = activate(g1, h1, True, BETA, LINEAR_BETA)
-                    g2 = activate(g2, h2, True, BETA, LINEAR_BETA)
-                    g3 = activate(g3, h3, True, BETA, LINEAR_BETA)
-                else:
-                    g0 = activate(g0, h0, False, BETA, LINEAR_BETA)
-                    g1 = activate(g1, h1, False, BETA, LINEAR_BETA)
-                    g2 = activate(g2, h2, False, BETA, LINEAR_BETA)
-                    g3 = activate(g3, h3, False, BETA, LINEAR_BETA)
-                s0, s1, s2, s3 = floats(down, more_down)
-                g0, g1, g2, g3 = g0 * s0 * NORM, g1 * s1 * NORM, g2 * s2 * NORM, g3 * s3 * NORM
-                g0, g1, g2, g3 = rotate(g0, g1, g2, g3, lane)
-                row = MIDDLE + (block - first_block) * (512 * PAIRS)
-                at = row + pair * 512 + (lane >> 2) * 64 + side * 32
-                _store_row(at, g0, g1, g2, g3, lane, there, IS_BFLOAT)
             done += TILES
             if done < count:
                 tl.debug_barrier()
         block += 1
-        if block * block_steps < end:
+        if block * block_pairs < last:
             tl.debug_barrier()
+
+
+@triton.jit
+def _spread_middle(
+    sent, slab, activations, weights, ids, expert_map, middle, call, num_ids, num_experts,
+    HIDDEN: tl.constexpr, BUNDLE: tl.constexpr, SLOT_STRIDE: tl.constexpr, PAIRS: tl.constexpr,
+    BETA: tl.constexpr, LINEAR_BETA: tl.constexpr, WEIGH: tl.constexpr, HAS_MAP: tl.constexpr,
+    UNIT: tl.constexpr, RECEIVE: tl.constexpr, ROUNDS: tl.constexpr, RECORDS: tl.constexpr,
+    PROGRAMS: tl.constexpr, IS_BFLOAT: tl.constexpr,
+):  # fmt: skip
+    """This program's share of all of down's rows, a pair at a time, to middle."""
+    tile = tl.program_id(0)
+    while tile < RECORDS:
+        block = tile // PAIRS
+        expert, _ = expert_of(ids, expert_map, block, True, num_ids, num_experts, HAS_MAP)
+        if expert >= 0:
+            activation = tl.load(activations + expert)
+            _make_records(
+                sent, slab, weights, middle, call, block, expert, activation, tile % PAIRS, 0, 1,
+                0, HIDDEN, BUNDLE, SLOT_STRIDE, PAIRS, BETA, LINEAR_BETA, WEIGH, UNIT, 1, RECEIVE,
+                ROUNDS, True, IS_BFLOAT,
+            )  # fmt: skip
+        tile += PROGRAMS
+        if tile < RECORDS:
+            tl.debug_barrier()
+
+
+@triton.jit
+def _take_middle(
+    middle, ids, expert_map, call, position, end, num_ids, num_experts, PAIRS: tl.constexpr,
+    DOWN_TILES: tl.constexpr, HAS_MAP: tl.constexpr, MIDDLE: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """The rows of down's steps position to end from middle to shared memory, as _make_middle."""
+    thread = tl.arange(0, 1024)
+    first, last = position // 4, (end + 3) // 4
+    for start in tl.static_range(0, (UNIT + 6) // 4 * 128, 2048):
+        word = start + thread * 2
+        number = first + (word >> 7)
+        there = number < last
+        block = number // (DOWN_TILES * PAIRS)
+        expert, _ = expert_of(ids, expert_map, block, there, num_ids, num_experts, HAS_MAP)
+        source = middle + ((block * PAIRS + number % PAIRS).to(tl.int64) * 128 + (word & 127)) * 2
+        a, b = tl.inline_asm_elementwise(
+            _RECEIVE_WORDS, "=&r,=&r,l,r,r",
+            [source.to(tl.int64), call, (there & (expert >= 0)).to(tl.int32)],
+            dtype=(tl.int32, tl.int32), is_pure=False, pack=1,
+        )  # fmt: skip
+        tl.inline_asm_elementwise(
+            _PUT_WORDS, "=r,r,r,r", [MIDDLE + word * 4, a, b], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
@@ -306,6 +385,7 @@ def alone_kernel(
     counts,
     calls,
     gate_up,
+    middle,
     down,
     out,
     layer,
@@ -328,6 +408,7 @@ def alone_kernel(
     HAS_MAP: tl.constexpr,
     CHOICES: tl.constexpr,
     TILES: tl.constexpr,
+    SPREAD: tl.constexpr,
     UP_UNIT: tl.constexpr,
     DOWN_UNIT: tl.constexpr,
     UP_RECEIVE: tl.constexpr,
@@ -355,7 +436,7 @@ def alone_kernel(
     tl.inline_asm_elementwise(_RESERVE, "=r,r", [thread], dtype=tl.int32, is_pure=False, pack=1)
     copy_labels(labels, layer, 0, 4, _COPY)
     wait_for_previous(PDL)
-    x0, x1, x2, x3, s0, s1, s2, s3 = _load_rows(x, scales, HIDDEN, SCALE_ROWS, TOKENS)
+    inputs = _load_inputs(x, scales, 0, HIDDEN, TOKENS)
     call = tl.load(calls + program) + 1
     if program == PROGRAMS - 1:  # which has the least to do
         _count_invalid(ids, expert_map, counts, num_ids, num_experts, TOKENS * TOPK, HAS_MAP)
@@ -367,9 +448,7 @@ def alone_kernel(
         SLOT_STRIDE, HELD, HIDDEN // 64, False, UNIFORM, True, HAS_MAP,
     )  # fmt: skip
     copy_more_labels(labels, 4, 8, _COPY)
-    _make_rows(
-        x0, x1, x2, x3, s0, s1, s2, s3, scales, HIDDEN, SCALE_ROWS, INPUTS, TOKENS, is_bfloat
-    )
+    _make_rows(x, scales, inputs, HIDDEN, SCALE_ROWS, INPUTS, TOKENS, is_bfloat)
     await_labels()
     rows_between: tl.constexpr = TOKENS if INPUTS == 2 else 0
     products(
@@ -386,16 +465,26 @@ def alone_kernel(
         slab, ids, expert_map, ids, ids, position, end, down_total, num_ids, num_experts, HIDDEN,
         BUNDLE, SLOT_STRIDE, tiles, 4 * HELD, True, UNIFORM, True, HAS_MAP,
     )  # fmt: skip
-    middle: tl.constexpr = _ROWS + 2 * INPUTS * TOKENS * HIDDEN
-    _make_middle(
-        gate_up, slab, activations, weights, ids, expert_map, call, position, end, num_ids,
-        num_experts, HIDDEN, BUNDLE, SLOT_STRIDE, HELD, tiles, BETA, LINEAR_BETA,
-        WEIGH == "input", HAS_MAP, middle, UP_UNIT, TILES, UP_RECEIVE, UP_ROUNDS, is_bfloat,
-    )  # fmt: skip
+    rows: tl.constexpr = _ROWS + 2 * INPUTS * TOKENS * HIDDEN
+    if SPREAD:
+        _spread_middle(
+            gate_up, slab, activations, weights, ids, expert_map, middle, call, num_ids,
+            num_experts, HIDDEN, BUNDLE, SLOT_STRIDE, HELD, BETA, LINEAR_BETA, WEIGH == "input",
+            HAS_MAP, UP_UNIT, UP_RECEIVE, UP_ROUNDS, TOKENS * TOPK * HELD, PROGRAMS, is_bfloat,
+        )  # fmt: skip
+        _take_middle(
+            middle, ids, expert_map, call, position, end, num_ids, num_experts, HELD, tiles,
+            HAS_MAP, rows, DOWN_UNIT,
+        )  # fmt: skip
+    else:
+        _make_middle(
+            gate_up, slab, activations, weights, ids, expert_map, call, position, end, num_ids,
+            num_experts, HIDDEN, BUNDLE, SLOT_STRIDE, HELD, tiles, BETA, LINEAR_BETA,
+            WEIGH == "input", HAS_MAP, rows, UP_UNIT, TILES, UP_RECEIVE, UP_ROUNDS, is_bfloat,
+        )  # fmt: skip
     tl.debug_barrier()
-    block = position // (tiles * 4 * HELD)
     products(
-        middle - block * (512 * HELD), slab, labels, codes, ids, expert_map, ids, ids, down, layer,
+        rows - position // 4 * 512, slab, labels, codes, ids, expert_map, ids, ids, down, layer,
         first_pair, 0, num_ids, num_experts, position, end, down_total, expert, route, words, there,
         n1, n2, n3, call, HIDDEN, BUNDLE, SLOT_STRIDE, PAIRS, tiles, 4 * HELD, 1, True, UNIFORM,
         True, HAS_MAP, STEP, PRODUCTS, False, True,

@@ -11,7 +11,7 @@ from qsrt_runtime.ops.warps.ptx import copy
 from qsrt_runtime.workspace import COLUMNS
 
 SUMS_BYTES = 8192  # of four tiles' sums of gate and up, or of four shares of them
-ROWS_BYTES = 24576  # of the tokens, and of down's routes
+ROWS_BYTES = 40960  # of the tokens, and of down's steps
 SUMS = SHARED
 ROWS = SUMS + SUMS_BYTES
 LABELS = ROWS + ROWS_BYTES
@@ -62,6 +62,28 @@ def receive(columns: int, parts: int, stride: int) -> str:
     for each in words:
         body += [f"mov.b64 {{value,found}},{word}; add.f32 ${i},${i},value;" for i, word in enumerate(each)]
     return "\n".join([*body, "}"])
+
+
+# Two words from [$2] when they are there, of the call $3; zeros where $4 is 0.
+RECEIVE_WORDS = (
+    "{ .reg .pred p,there; .reg .b64 w0,w1; .reg .b32 found,missing; setp.ne.s32 there,$4,0; "
+    "mov.b64 w0,{0,$3}; mov.b64 w1,{0,$3}; "
+    "waiting: @there ld.relaxed.gpu.global.v2.b64 {w0,w1},[$2]; "
+    "mov.b64 {$0,found},w0; xor.b32 missing,found,$3; "
+    "mov.b64 {$1,found},w1; lop3.b32 missing,missing,found,$3,0xF6; "
+    "setp.ne.s32 p,missing,0; @p bra waiting; }"
+)
+PUT_WORDS = "{ st.shared.v2.b32 [$1],{$2,$3}; mov.u32 $0,0; }"
+# Four numbers as two words to [$1] and 16 bytes on, beside the call $6, unless $7 is 0.
+_SEND_ROW = (
+    "{{ .reg .pred p; .reg .b32 l,h; .reg .b64 low,high; setp.ne.s32 p,$7,0; "
+    "cvt.rn.{0}.f32 l,$3,$2; cvt.rn.{0}.f32 h,$5,$4; mov.b64 low,{{l,$6}}; mov.b64 high,{{h,$6}}; "
+    "@p st.relaxed.gpu.global.b64 [$1],low; @p st.relaxed.gpu.global.b64 [$1+16],high; "
+    "mov.u32 $0,0; }}"
+)
+SEND_ROW = {
+    is_bfloat16: _SEND_ROW.format(("f16x2", "bf16x2")[is_bfloat16]) for is_bfloat16 in (0, 1)
+}
 
 
 def receive_operands(columns: int) -> str:

@@ -230,7 +230,8 @@ def products(
         if not DOWN:
             row += matrix_rows * (strip >> 4)
         if ALONE:
-            source = x + row * (STEPS * 128) + (first * 4 + quarter) * 32
+            steps = position if DOWN else row * STEPS + first
+            source = x + (steps * 4 + quarter) * 32
         else:
             source = x + row.to(tl.int64) * (STEPS * 32) + (first * 4 + quarter) * 8
         # What the next tile needs, on its way while this one is at work.
