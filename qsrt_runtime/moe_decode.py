@@ -9,10 +9,11 @@ import torch
 from qsrt_runtime.arguments import check_arguments
 from qsrt_runtime.arithmetic import arithmetic_of
 from qsrt_runtime.launching import check_call, check_compiled, compiled, ways
+from qsrt_runtime.ops import fused
 from qsrt_runtime.ops.activate import activate
 from qsrt_runtime.ops.combine import combine
 from qsrt_runtime.ops.expert_gemm import expert_gemm
-from qsrt_runtime.ops.fused import fused, launches, makes_rows
+from qsrt_runtime.ops.fused import alone
 from qsrt_runtime.ops.fused.product import product
 from qsrt_runtime.ops.fused.product.quantized import quantized_product
 from qsrt_runtime.ops.fused.product.wide import wide
@@ -104,11 +105,13 @@ def _launch(
     tokens = len(topk_ids)
     by_warps, pdl = ways(x.device)
     few = tokens <= FEW_TOKENS
-    if by_warps and few and layer.labels is None and launches(layer, topk_ids):
-        if not makes_rows(layer, topk_ids):
+    if by_warps and few and layer.labels is None:
+        call = (layer, topk_ids, expert_map, topk_weights, weight_on_input, workspace, out, pdl)
+        if alone.takes(layer, topk_ids, workspace.programs):
+            return alone.alone(x, *call)
+        if fused.takes(layer, topk_ids):
             prepare(x, layer, topk_ids, expert_map, workspace, pdl)
-        fused(x, layer, topk_ids, expert_map, topk_weights, weight_on_input, workspace, out, pdl)
-        return
+            return fused.fused(*call)
     before, after = (topk_weights, None) if weight_on_input else (None, topk_weights)
     routed = (layer, topk_ids, expert_map)
     divisor, up = rows_of(layer, topk_ids)

@@ -9,7 +9,7 @@ from qsrt_runtime.mxfp8 import BLOCK
 
 MAX_TOKENS = 1024  # of one call of moe_decode
 FEW_TOKENS = 16  # whose routes are mapped without atomics, and who may go by ops.fused
-ALONE_TOKENS = 2  # up to which one launch takes every route for itself
+ALONE_TOKENS = 2  # up to which calls go by ops.fused.alone
 PLACES = 8  # routes of a block, which share a decoded weight
 MANY_PLACES = 32  # where experts have more rows
 COLUMNS = 512  # of a tile of a product
@@ -25,12 +25,12 @@ class Workspace:
 
     rotated: [2 R, H], middle: [R, I], of the rows' type, tiles in fragment order; R = tokens topk.
     W4A8 has bytes there, see quantized.
-    partial: [2, n] float32, sums [parts, places, COLUMNS] of what one program made of one tile; the
-    fused way has gate and up in the first half and down in the second, others use it as one.
+    partial: [2, n] float32, sums [parts, places, COLUMNS] of what one program made of one tile;
+    ops.fused has gate and up in the first half and down in the second, others use it as one.
     counts: [2] int32, blocks of routes, and ids that name no expert and are not -1.
-    arrivals: [2] int32, programs that have come to where all meet; the first is 0 between calls.
-    sent: [2, parts, COLUMNS, 2] int32, sums of gate and up and of down that programs of one launch
-    hand each other, with the number of the call that they are of; calls: [programs] int32, the last.
+    sent: [2, parts, COLUMNS, 2], sent_rows: [R of ALONE_TOKENS, I / 2, 2], what programs of one
+    launch hand each other, see ops.fused.alone.ptx, beside the number of the call that it is of;
+    calls: [programs], that of the last one; int32, zeros at first.
     block_experts: [blocks], block_routes: [blocks, places], -1 where empty; route_places: [R],
     block places + place of each route, -1 for none; scratch: of prepare; first_block: [E + 1],
     cursors: [E], of group; int32.
@@ -45,7 +45,6 @@ class Workspace:
     middle: torch.Tensor
     partial: torch.Tensor
     counts: torch.Tensor
-    arrivals: torch.Tensor
     sent: torch.Tensor
     sent_rows: torch.Tensor
     calls: torch.Tensor
@@ -92,7 +91,7 @@ def make_workspace(
 
     def blocks(places: int) -> int:
         most = (routes + (places - 1) * min(geometry.experts, routes)) // places
-        return max(min(routes, most), min(tokens, ALONE_TOKENS) * topk)
+        return max(min(routes, most), topk)
 
     def sums(places: int) -> int:
         tiles = blocks(places) * max(geometry.pairs, -(-geometry.hidden // COLUMNS))
@@ -103,7 +102,8 @@ def make_workspace(
         half = max(half, -(-sums(MANY_PLACES) // 2))
         places = max(places, blocks(MANY_PLACES) * MANY_PLACES)
 
-    tiles = min(tokens, ALONE_TOKENS) * topk * max(geometry.pairs, -(-geometry.hidden // COLUMNS))
+    alone = min(tokens, ALONE_TOKENS) * topk
+    parts = programs + alone * max(geometry.pairs, -(-geometry.hidden // COLUMNS))
 
     def integers(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
@@ -117,9 +117,8 @@ def make_workspace(
         middle=torch.empty(routes, geometry.intermediate, dtype=dtype, device=device),
         partial=torch.empty(2, half, dtype=torch.float32, device=device),
         counts=integers(2).zero_(),
-        arrivals=torch.zeros(2, dtype=torch.int32, device=device),
-        sent=integers(2, programs + tiles, COLUMNS, 2).zero_(),
-        sent_rows=integers(min(tokens, ALONE_TOKENS) * topk, geometry.intermediate // 2, 2).zero_(),
+        sent=integers(2, parts, COLUMNS, 2).zero_(),
+        sent_rows=integers(alone, geometry.intermediate // 2, 2).zero_(),
         calls=integers(programs).zero_(),
         block_experts=integers(blocks(PLACES)),
         block_routes=integers(places),

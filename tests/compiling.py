@@ -76,20 +76,18 @@ COMMON = {
     "PLACES": 8,
     "QUANTIZED": False,
 }
-# Tokens that are not grouped, rows made of each, pairs by arithmetic; in one launch and in three.
+# Tokens that are not grouped, pairs by arithmetic, stage.
 FUSED = {
-    "grouped": (0, 0, BY_ARITHMETIC[4], (0, 2)),
-    "one_token": (1, 2, BY_ARITHMETIC[4], (0, 2)),
-    "two_tokens": (2, 2, BY_ARITHMETIC[4], (0, 2)),
-    **{f"grouped_{i}": (0, 0, BY_ARITHMETIC[4], (i, i)) for i in range(3)},
-    **{f"several_{i}": (0, 0, BY_ARITHMETIC[5], (i, i)) for i in range(3)},
-    **{f"one_token_{i}": (1, 2, BY_ARITHMETIC[4], (i, i)) for i in range(3)},
-    "one_token_prepared": (1, 0, BY_ARITHMETIC[4], (0, 0)),
+    **{f"grouped_{i}": (0, BY_ARITHMETIC[4], i) for i in range(3)},
+    **{f"several_{i}": (0, BY_ARITHMETIC[5], i) for i in range(3)},
+    **{f"one_token_{i}": (1, BY_ARITHMETIC[4], i) for i in range(3)},
 }
+# Tokens and programs: of few programs each needs rows of many pairs, which all make then.
+ALONE = {"1": (1, 132), "2": (2, 132), "spread": (2, 8)}
 CAPABILITIES = {  # others' are 80 and 90
     **dict.fromkeys(("product", "product_several", "wide"), (90,)),
     **dict.fromkeys((f"fused_{name}" for name in FUSED), (90,)),
-    **dict.fromkeys(("alone_1", "alone_2"), (90,)),
+    **dict.fromkeys((f"alone_{name}" for name in ALONE), (90,)),
     **dict.fromkeys(("expand_warps", "expand_warps_uniform"), (90,)),
     **dict.fromkeys(("prepare_a8", "activate_a8", "plain_a8"), (89, 90)),
     **dict.fromkeys(("prepare_a8_numbers", "activate_a8_numbers"), (90,)),
@@ -264,26 +262,25 @@ KERNELS = {
         32,
     ),
     **{
-        f"alone_{tokens}": (
+        f"alone_{name}": (
             alone_kernel,
             {
                 **{"HELD": 2, "CHOICES": 16, "UNIFORM": True, "TOKENS": tokens, "INPUTS": 2},
                 **{"BETA": 4.0, "LINEAR_BETA": 25.0, "WEIGH": "output"},
                 **{"STEP": ptx.step(BY_ARITHMETIC[4], True, alone_ptx.LABELS)},
-                **{"PRODUCTS": PRODUCTS, **division(1024, 2, 16 * tokens, 132)},
+                **{"PRODUCTS": PRODUCTS, **division(1024, 2, 16 * tokens, programs)},
             },
             {"out": "*bf16"},
             32,
         )
-        for tokens in (1, 2)
+        for name, (tokens, programs) in ALONE.items()
     },
     **{
         f"fused_{name}": (
             fused_kernel,
             {
                 **{"HELD": 2, "DIVISOR": 16, "CHOICES": 16, "UNIFORM": True, "TOKENS": tokens},
-                **{"FIRST": first, "LAST": last},
-                **{"INPUTS": inputs, "BY_ROUTE": not tokens},
+                **{"STAGE": stage, "BY_ROUTE": not tokens},
                 **{"BETA": 4.0, "LINEAR_BETA": 25.0, "WEIGH": "output"},
                 **{"STEP": ptx.step(pairs, True), "PRODUCTS": PRODUCTS},
                 "LONG": name.startswith("several"),
@@ -291,7 +288,7 @@ KERNELS = {
             {"out": "*bf16", "middle": "*bf16", "gate_up": "*fp32", "down": "*fp32"},
             32,
         )
-        for name, (tokens, inputs, pairs, (first, last)) in FUSED.items()
+        for name, (tokens, pairs, stage) in FUSED.items()
     },
 }
 
@@ -329,20 +326,25 @@ def compiled(name: str, capability: int) -> dict[str, object]:
         "flushes": len(re.findall(r"\b(?:add|sub|mul|fma|max|min)\.\S*ftz", text)),
         "barriers": len(re.findall(r"\bbar(?:rier)?\.", text)),
         "written_barriers": len(re.findall(r"\b(?:gpu|ttg)\.barrier", found.asm["ttgir"])),
-        "stack": stack(found.asm["cubin"]),
+        **usage(found.asm["cubin"]),
     }
 
 
-def stack(cubin: bytes) -> int | None:
-    """Bytes of a thread's registers that lie in memory; None where Triton has no cuobjdump."""
+def usage(cubin: bytes) -> dict[str, int | None]:
+    """Bytes of a thread's registers that lie in memory, and of shared memory that the kernel itself
+    sets aside; None where Triton has no cuobjdump.
+    """
     if not CUOBJDUMP.is_file():
-        return None
+        return {"stack": None, "static": None}
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         command = [CUOBJDUMP, "-res-usage", file.name]
-        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"STACK:(\d+)", usage)[1])
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return {
+        name: int(re.search(rf"{word}:(\d+)", printed)[1])
+        for name, word in (("stack", "STACK"), ("static", "SHARED"))
+    }
 
 
 if __name__ == "__main__":

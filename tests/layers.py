@@ -79,7 +79,7 @@ def poisoned(layer, topk, dtype, tokens=16, programs=None):
         calls = workspace.calls.new_empty(programs)
         workspace = replace(workspace, programs=programs, partial=partial, sent=sent, calls=calls)
     workspace = guard(workspace)
-    for counter in (workspace.arrivals, workspace.sent, workspace.sent_rows, workspace.calls):
+    for counter in (workspace.sent, workspace.sent_rows, workspace.calls):
         counter.zero_()
     return workspace
 

@@ -24,17 +24,20 @@ from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.moe_reference import moe_forward_reference
 from qsrt_runtime.ops import fused
 from qsrt_runtime.ops.expert_gemm import expert_gemm
+from qsrt_runtime.ops.fused import alone
 from qsrt_runtime.ops.fused.product import product
 from qsrt_runtime.ops.fused.product.quantized import quantized_product
 from qsrt_runtime.weights import LayerWeights
 from qsrt_runtime.workspace import make_prefill_workspace
 
-# Weights up to which there are one launch and three, by warps, dependent launches.
+# Tokens up to which there is one launch and weights up to which there are three; by warps,
+# dependent launches; pairs of down's steps up to which, in one launch, each program makes its rows.
 WAYS = (
-    ((1 << 27, 1 << 30), (True, True)),
-    ((0, 1 << 30), (True, True)),
-    ((0, 0), (True, True)),
-    ((0, 0), (False, False)),
+    ((2, 1 << 30), (True, True), 4),
+    ((2, 1 << 30), (True, True), 0),
+    ((0, 1 << 30), (True, True), 4),
+    ((0, 0), (True, True), 4),
+    ((0, 0), (False, False), 4),
 )
 
 FEW = (1, 2, 11)
@@ -50,8 +53,9 @@ def check_decode(layer: LayerWeights, tokens: int) -> None:
     x, ids, weights = inputs(layer, tokens, 3, BFLOAT)
     ids[-1, 1] = -1
     expected = moe_forward_reference(x.float(), layer, ids, weights)
-    for limits, ways in WAYS:
-        fused.ONE_LAUNCH_WEIGHTS, fused.THREE_LAUNCH_WEIGHTS = limits
+    for limits, ways, pairs in WAYS:
+        alone.ALONE_TOKENS, fused.THREE_LAUNCH_WEIGHTS = limits
+        alone.MOST_PAIRS = pairs
         decode.ways = lambda _device, ways=ways: ways
         out = torch.empty_like(x)
         workspace = poisoned(layer, 3, BFLOAT, max(tokens, 16))

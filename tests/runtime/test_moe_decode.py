@@ -31,6 +31,7 @@ from qsrt_runtime.moe_prefill import moe_prefill
 from qsrt_runtime.moe_reference import moe_forward_reference
 from qsrt_runtime.ops import fused
 from qsrt_runtime.ops.expert_gemm import expert_gemm
+from qsrt_runtime.ops.fused import alone
 from qsrt_runtime.ops.fused.product import product
 from qsrt_runtime.ops.fused.product.quantized import quantized_product
 from qsrt_runtime.ops.fused.product.quantized.ptx import LABELS
@@ -682,8 +683,9 @@ def test_the_ways_agree(monkeypatch, tokens, codes, sides):
     x, ids, weights = inputs(layer, tokens, 3, BFLOAT)
     ids[-1, 1] = -1
     one_launch = check(x, layer, ids, weights)
-    for limit in ("ONE_LAUNCH_WEIGHTS", "THREE_LAUNCH_WEIGHTS"):  # three launches, and five
-        monkeypatch.setattr(fused, limit, 0)
+    ways = [(alone, "MOST_PAIRS"), (alone, "ALONE_TOKENS"), (fused, "THREE_LAUNCH_WEIGHTS")]
+    for host, limit in ways:  # one launch with rows for all, three, and five
+        monkeypatch.setattr(host, limit, 0)
         assert error(check(x, layer, ids, weights), one_launch.float()) < BOUND[BFLOAT]
     monkeypatch.setattr(module, "ways", lambda _device: (False, False))
     assert error(check(x, layer, ids, weights), one_launch.float()) < BOUND[BFLOAT]
@@ -711,10 +713,10 @@ def test_the_ways_of_quantized_rows_agree(monkeypatch, tokens, codes, sides, dty
 
 
 @GPU
-@pytest.mark.parametrize("most", [0, 1 << 30], ids=["three", "one"])
-def test_fused_of_many_rounds(monkeypatch, most):
+@pytest.mark.parametrize("tokens", [0, 2], ids=["three", "one"])
+def test_fused_of_many_rounds(monkeypatch, tokens):
     """More records, and more channels of the output, than the warps of all programs."""
-    monkeypatch.setattr(fused, "ONE_LAUNCH_WEIGHTS", most)
+    monkeypatch.setattr(alone, "ALONE_TOKENS", tokens)
     layer = on_gpu(Geometry(2048, 4096, 3), codes=[0, 0x11, 0])
     x, ids, weights = inputs(layer, 5, 2, BFLOAT)
     ids[:, 0] = 1
@@ -724,13 +726,14 @@ def test_fused_of_many_rounds(monkeypatch, most):
 
 
 @GPU
-@pytest.mark.parametrize("most", [0, 1 << 30], ids=["three", "one"])
-def test_calls_on_two_streams(monkeypatch, most):
+@pytest.mark.parametrize("most", [0, 4], ids=["spread", "each"])
+@pytest.mark.parametrize("tokens", [2, 4], ids=["one", "three"])
+def test_calls_on_two_streams(monkeypatch, tokens, most):
     """Programs that wait for each other, in one launch, need all of them on the GPU at once."""
-    monkeypatch.setattr(fused, "ONE_LAUNCH_WEIGHTS", most)
+    monkeypatch.setattr(alone, "MOST_PAIRS", most)
     layers = [on_gpu(Geometry(1024, 512, 32), seed=seed) for seed in (0, 1)]
     streams = [torch.cuda.Stream() for _ in layers]
-    cases = [inputs(layer, 4, 8, BFLOAT, seed=3) for layer in layers]
+    cases = [inputs(layer, tokens, 8, BFLOAT, seed=3) for layer in layers]
     expected = [run(x, layer, i, w) for layer, (x, i, w) in zip(layers, cases, strict=True)]
     spaces = [poisoned(layer, 8, BFLOAT) for layer in layers]
     outs = [torch.empty_like(x) for x in expected]

@@ -4,8 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import triton
-import triton.language as tl
 import warps
 from layers import BFLOAT, BOUND, HALF, check_guards, error, inputs, poisoned, random_layer
 
@@ -16,7 +14,7 @@ from qsrt_runtime.moe_reference import moe_forward_reference
 from qsrt_runtime.ops import fused
 from qsrt_runtime.ops.expert_gemm import expert_gemm
 from qsrt_runtime.ops.fused import alone, product
-from qsrt_runtime.ops.fused.ends import kernel as ends
+from qsrt_runtime.ops.fused.alone.ptx import AT_ONCE
 from qsrt_runtime.ops.fused.product import quantized as module
 from qsrt_runtime.ops.fused.product.quantized import kernel as kernel_module
 from qsrt_runtime.ops.label_gemm import kernel as label_kernel
@@ -138,32 +136,31 @@ def test_all_launches(monkeypatch, tokens, activation, capability, dtype):
     check_guards(workspace)
 
 
-@pytest.fixture(params=[0, 1, 3])
-def programs(monkeypatch, request):
-    """Have calls of few routes go in one launch of one program, which has nobody to wait for, or in
-    three launches of several, where nobody waits for others.
+@pytest.fixture(params=["one", "spread", "three"])
+def launches(monkeypatch, request):
+    """Have calls of few routes go in one launch, each program making the rows it needs or all of
+    them a share, where a call's scales and tokens allow it; or in three.
     """
     warps.interpret(monkeypatch, product.kernel)
     monkeypatch.setattr(moe_decode, "ways", lambda _device: (True, False))
-    monkeypatch.setattr(fused, "ONE_LAUNCH_WEIGHTS", (1 << 27) if request.param <= 1 else 0)
-    monkeypatch.setattr(alone, "MOST_PAIRS", 0 if request.param == 0 else 1 << 20)
-    monkeypatch.setattr(fused, "LONG_WEIGHTS", (1 << 28) if request.param == 1 else 0)
-    launched = warps.Launched(fused.fused_kernel, product.SHARED_BYTES)
-    monkeypatch.setattr(fused, "fused_kernel", launched)
-    launched = warps.Launched(alone.alone_kernel, product.SHARED_BYTES)
-    monkeypatch.setattr(alone, "alone_kernel", launched)
-    return max(1, request.param)
+    monkeypatch.setattr(alone, "MOST_PAIRS", 0 if request.param == "spread" else 1 << 20)
+    if request.param == "three":
+        monkeypatch.setattr(alone, "ALONE_TOKENS", 0)
+        monkeypatch.setattr(fused, "LONG_WEIGHTS", 0)
+    for host, name in ((fused, "fused_kernel"), (alone, "alone_kernel")):
+        launched = warps.Launched(getattr(host, name), product.SHARED_BYTES)
+        monkeypatch.setattr(host, name, launched)
+    return request.param
 
 
-def check_fused(programs, layer, x, ids, weights, named, bound=BOUND[HALF], **options):
+def check_fused(layer, x, ids, weights, named, bound=BOUND[HALF], **options):
     """Against the reference with `named`, ids all of which name an expert or are -1."""
-    workspace = poisoned(layer, ids.shape[1], HALF, tokens=len(ids), programs=programs)
+    workspace = poisoned(layer, ids.shape[1], HALF, tokens=len(ids), programs=3)
     out = torch.full_like(x, float("nan"))
     moe_decode.moe_decode(x, layer, ids, weights, workspace, out, **options)
     options.pop("expert_map", None)
     expected = moe_forward_reference(x.float(), layer, named, weights, **options)
     assert error(out, expected) < bound
-    assert workspace.arrivals.tolist() == [0, 0]
     check_guards(workspace)
     return workspace
 
@@ -182,32 +179,32 @@ def check_fused(programs, layer, x, ids, weights, named, bound=BOUND[HALF], **op
     ],
     ids=str,
 )
-def test_fused(programs, tokens, on_input, options):
+def test_fused(launches, tokens, on_input, options):
     geometry = Geometry(640, 768 if "slots" in options else 256, 3)
     layer = random_layer(geometry, torch.device("cpu"), **options)
     x, ids, weights = inputs(layer, tokens, 3, HALF)
     ids[-1, 1] = -1
-    check_fused(programs, layer, x, ids, weights, ids, weight_on_input=on_input)
+    check_fused(layer, x, ids, weights, ids, weight_on_input=on_input)
 
 
-def test_fused_of_more_routes_than_experts(programs):
+def test_fused_of_more_routes_than_experts(launches):
     """And of ids that name none."""
     layer = random_layer(Geometry(128, 256, 2), torch.device("cpu"))
     x, _, _ = inputs(layer, 2, 2, HALF)
     ids = torch.tensor([[0, 1, -1, 0, 1, 1, -1, 0, 2**33], [1, 0, -(2**40), 0, 1, -1, 0, 2, 0]])
     weights = torch.rand(2, 9, generator=torch.Generator().manual_seed(0))
     named = torch.where((ids < 0) | (ids > 1), -1, ids)
-    workspace = check_fused(programs, layer, x, ids, weights, named, 1.2 * BOUND[HALF])
+    workspace = check_fused(layer, x, ids, weights, named, 1.2 * BOUND[HALF])
     assert workspace.invalid_routes() == 3
 
 
-def test_fused_with_a_map(programs):
+def test_fused_with_a_map(launches):
     layer = random_layer(Geometry(256, 256, 3), torch.device("cpu"), sides="two")
     x, _, weights = inputs(layer, 2, 3, HALF)
     ids = torch.tensor([[1, 3, 6], [6, 2, 9]], dtype=torch.int32)
     expert_map = torch.tensor([-1, 2, 5, -1, 0, 1, 1], dtype=torch.int32)
     named = torch.tensor([[2, -1, 1], [1, -1, -1]])
-    workspace = check_fused(programs, layer, x, ids, weights, named, expert_map=expert_map)
+    workspace = check_fused(layer, x, ids, weights, named, expert_map=expert_map)
     assert workspace.invalid_routes() == 2
 
 
@@ -237,66 +234,67 @@ def test_each_pair_by_arithmetic_and_from_shared_memory(monkeypatch, dtype, firs
     assert error(found[1], found[0]) < 1e-6
 
 
-@triton.jit
-def bounds_kernel(position, end, rows, out, TILES: tl.constexpr, PAIRS: tl.constexpr):
-    """busy_warps, and the most records of a block."""
-    steps: tl.constexpr = TILES * 4 * PAIRS
-    tl.store(out, ends.busy_warps(position, end, tl.load(rows), TILES, PAIRS))
-    most = 0
-    block = position // steps
-    while block * steps < end:
-        of_block = tl.load(rows + block - position // steps)
-        count, _ = ends._records(position, end, block, of_block, TILES, PAIRS)
-        most = tl.maximum(most, count)
-        block += 1
-    tl.store(out + 1, most)
-
-
-def test_as_many_warps_wait_as_have_records():
-    """In the interpreter all warps go one way; on a GPU some alone, by these numbers."""
-    generator = torch.Generator().manual_seed(0)
-    met = 0
-    for _ in range(300):
-        tiles, pairs, length, blocks = (
-            int(torch.randint(1, most, (), generator=generator)) for most in (5, 9, 60, 6)
-        )
-        total = blocks * tiles * 4 * pairs
-        position = int(torch.randint(0, total + 9, (), generator=generator))
-        end = min(position + length, total)
-        rows = torch.randint(0, PLACES + 1, (blocks + 1,), generator=generator, dtype=torch.int32)
-        out = torch.zeros(2, dtype=torch.int32)
-        bounds_kernel[(1,)](position, end, rows, out, tiles, pairs)
-        busy, most = out.tolist()
-        assert busy >= max(most, 1)
-        met += busy == most
-    assert met > 50  # and not many more
-
-
 FOUR, FIVE = BY_ARITHMETIC[4], BY_ARITHMETIC[5]
 
 
 @pytest.mark.parametrize(
-    ("sizes", "held", "inputs", "tokens", "topk", "launches", "rows", "pairs"),
+    ("sizes", "held", "inputs", "tokens", "topk", "is_alone", "in_three", "pairs"),
     [
-        ((1024, 512, 256), 16, 1, 1, 8, 1, True, FOUR),
-        ((1024, 512, 256), 16, 2, 2, 8, 1, True, FOUR),
-        ((1024, 512, 256), 16, 0, 2, 8, 1, False, FOUR),
-        ((1024, 512, 256), 16, 1, 3, 8, 3, False, FOUR),
-        ((2048, 768, 128), 24, 1, 1, 8, 3, True, FOUR),
-        ((2048, 768, 128), 8, 1, 2, 8, 1, True, FOUR),  # a rank's
-        ((2048, 768, 128), 24, 1, 2, 8, 3, False, FOUR),
-        ((2176, 256, 64), 8, 1, 2, 8, 1, False, FOUR),
-        ((6144, 2048, 32), 64, 1, 1, 8, 3, False, FOUR),
-        ((6144, 2048, 32), 64, 1, 4, 8, 0, False, FOUR),
-        ((6144, 2048, 32), 64, 1, 8, 8, 0, False, FIVE),
-        ((128, 256, 64), 8, 1, 2, 33, 0, False, FOUR),
+        ((1024, 512, 256), 16, 1, 1, 8, True, True, FOUR),
+        ((1024, 512, 256), 16, 2, 2, 8, True, True, FOUR),
+        ((1024, 512, 256), 16, 0, 2, 8, False, True, FOUR),  # scales of each expert
+        ((1024, 512, 256), 16, 1, 3, 8, False, True, FOUR),
+        ((2048, 768, 128), 24, 1, 2, 8, True, True, FOUR),
+        ((6144, 2048, 32), 64, 1, 2, 8, True, True, FOUR),
+        ((6144, 2048, 32), 64, 2, 2, 8, False, True, FOUR),  # rows of gate and of up: 48 KB
+        ((4096, 14336, 8), 448, 1, 2, 2, True, True, FOUR),
+        ((6144, 2048, 32), 64, 1, 4, 8, False, False, FOUR),
+        ((6144, 2048, 32), 64, 1, 8, 8, False, False, FIVE),
+        ((128, 256, 64), 8, 1, 2, 33, False, False, FOUR),
     ],
     ids=str,
 )
-def test_choices(sizes, held, inputs, tokens, topk, launches, rows, pairs):
+def test_choices(sizes, held, inputs, tokens, topk, is_alone, in_three, pairs):
     traits = Traits(inputs, True)
     layer = SimpleNamespace(geometry=Geometry(*sizes), slots=range(held), traits=traits)
     ids = torch.zeros(tokens, topk, dtype=torch.int32)
-    assert fused.launches(layer, ids) == launches
-    assert fused.makes_rows(layer, ids) == rows
+    assert alone.takes(layer, ids, 132) == is_alone
+    assert fused.takes(layer, ids) == in_three
     assert product.arithmetic_pairs(layer, ids) == pairs
+
+
+@pytest.mark.parametrize("programs", [1, 7, 132])
+def test_division(programs):
+    """No tile has more parts than are read, and no program's steps more pairs than rows are made of
+    at once, or are given memory.
+    """
+    generator = torch.Generator().manual_seed(programs)
+    met = set()
+    for _ in range(300):
+        hidden, held, routes = (
+            int(torch.randint(1, most, (), generator=generator)) for most in (49, 60, 17)
+        )
+        hidden *= 128
+        found = alone.division(hidden, held, routes, programs)
+        down_tiles = -(-hidden // COLUMNS)
+        for steps, tiles, unit, parts in (
+            (
+                hidden // 64,
+                held,
+                found["UP_UNIT"],
+                found["UP_ROUNDS"] * AT_ONCE * 4 // found["TILES"],
+            ),
+            (4 * held, down_tiles, found["DOWN_UNIT"], found["DOWN_ROUNDS"] * AT_ONCE),
+        ):
+            assert unit * programs >= routes * tiles * steps
+            first = torch.arange(routes * tiles) * steps
+            most = ((first + steps - 1) // unit - first // unit + 1).max()
+            assert most <= parts
+        start = torch.arange(programs) * found["DOWN_UNIT"]
+        start = start[start < routes * down_tiles * 4 * held]
+        end = (start + found["DOWN_UNIT"]).clamp(max=routes * down_tiles * 4 * held)
+        pairs = ((end + 3) // 4 - start // 4).max()
+        assert pairs <= (found["DOWN_UNIT"] + 6) // 4
+        assert found["SPREAD"] or pairs <= alone.MOST_PAIRS
+        met.add((found["SPREAD"], found["TILES"]))
+    assert len(met) > 1

@@ -13,9 +13,8 @@ ANY_GPU = ["prepare", "activate", "combine", "plain", "group", "expand"]
 ANY_GPU += [f"grouped_gemm_{block}" for block in (16, 32, 64, 128)]
 ANY_GPU += ["activate_routes", "combine_routes", "group_warps"]
 ANY_GPU += ["activate_routes_warps", "combine_routes_warps", "label_gemm"]
-WHOLE = [f"fused_{name}" for name in ("grouped", "one_token", "two_tokens")]
+ALONE = ["alone_1", "alone_2", "alone_spread"]
 STAGES = [f"fused_{n}_{i}" for n in ("grouped", "several", "one_token") for i in range(3)]
-STAGES += ["fused_one_token_prepared"]
 
 
 @pytest.fixture(scope="module")
@@ -62,17 +61,18 @@ def test_labels_go_to_tensor_cores_as_they_are(compiled, kernel):
     assert compiled[kernel, 89]["stack"] in (0, None)
 
 
-@pytest.mark.parametrize("kernel", WHOLE + STAGES)
+@pytest.mark.parametrize("kernel", ALONE + STAGES)
 def test_fused_has_registers_enough(compiled, kernel):
     """But for a few that lie in memory meanwhile."""
     assert (compiled[kernel, 90]["stack"] or 0) <= 32
 
 
-@pytest.mark.parametrize("kernel", WHOLE + STAGES)
+@pytest.mark.parametrize("kernel", ALONE + STAGES)
 def test_fused_has_no_barriers_of_tritons(compiled, kernel):
     """Where some warps alone do something, they would wait there for ever."""
     found = compiled[kernel, 90]
-    assert found["barriers"] == found["written_barriers"] + 1  # the gather's that is never run
+    # One is the gather's that is never run; LLVM makes one of two that follow a loop and end it.
+    assert found["barriers"] - found["written_barriers"] in ((0, 1) if "alone" in kernel else (1,))
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,8 @@ def test_fused_has_no_barriers_of_tritons(compiled, kernel):
         ("product", 131072, 0, 90),
         ("product_several", 131072, 0, 90),
         ("wide", 131072, 0, 90),
-        *((kernel, 131072, 1, 90) for kernel in WHOLE),
+        # Rows of gate, up and down, sums, the output's routes, and what sets memory aside.
+        *((kernel, 131072, 9, 90) for kernel in ALONE),
         *((kernel, 131072, int(kernel[-1] == "2"), 90) for kernel in STAGES),
         ("expand_warps", 65536, 0, 90),
         ("expand_warps_uniform", 65536, 0, 90),
@@ -92,6 +93,7 @@ def test_labels_have_shared_memory_to_themselves(compiled, kernel, labels, own, 
     """They are put there behind Triton's back: nothing else may be stored there."""
     found = compiled[kernel, capability]
     assert found["shared"] == labels
+    assert found["static"] in (None, 49152 if kernel in ALONE else 0)  # before the labels
     assert found["layouts"] == 0
     assert (
         found["stores"] == labels // 16384 + own

@@ -15,11 +15,12 @@ from qsrt_runtime.format.geometry import Geometry
 from qsrt_runtime.moe_reference import moe_forward_reference
 from qsrt_runtime.ops import activate, combine, fused, prepare
 from qsrt_runtime.ops import kernel as shared_kernel
-from qsrt_runtime.ops.fused import product
+from qsrt_runtime.ops.fused import alone, product
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run on the GPU here")
 
 HOSTS = {
+    "alone_kernel": alone,
     "fused_kernel": fused,
     "product_kernel": product,
     "prepare_kernel": prepare,
@@ -27,7 +28,8 @@ HOSTS = {
     "combine_kernel": combine,
 }
 MANY = 1 << 40
-ONE, THREE, FIVE = (MANY, MANY), (0, MANY), (0, 0)  # ONE_LAUNCH_WEIGHTS and THREE_LAUNCH_WEIGHTS
+# ALONE_TOKENS and THREE_LAUNCH_WEIGHTS.
+ONE, THREE, FIVE = (2, MANY), (0, MANY), (0, 0)
 
 
 class Memory:
@@ -70,7 +72,7 @@ class Dependent(warps.Launched):
     def __getitem__(self, grid):
         def launch(*arguments, launch_pdl, launch_cooperative_grid=False, **options):
             # Programs that wait for each other have to be there all at once.
-            assert launch_cooperative_grid == (options.get("FIRST") == 0 and options["LAST"] == 2)
+            assert launch_cooperative_grid == ("SPREAD" in options)
             self.memory.launch(self.kernel, grid, arguments, options)
             return self.found
 
@@ -98,7 +100,7 @@ def test_calls_of_all_launches_by_one_workspace(monkeypatch, memory, sides):
     calls = [(1, ONE), (1, THREE), (1, FIVE), (3, THREE), (2, ONE), (3, FIVE)]
     calls += [(2, THREE), (3, ONE), (1, THREE), (1, ONE)]
     for number, (tokens, limits) in enumerate(calls):
-        monkeypatch.setattr(fused, "ONE_LAUNCH_WEIGHTS", limits[0])
+        monkeypatch.setattr(alone, "ALONE_TOKENS", limits[0])
         monkeypatch.setattr(fused, "THREE_LAUNCH_WEIGHTS", limits[1])
         x, ids, weights = inputs(layer, tokens, 3, HALF, seed=number)
         ids[-1, 1], named = 7, ids.clone()
@@ -110,7 +112,6 @@ def test_calls_of_all_launches_by_one_workspace(monkeypatch, memory, sides):
         expected = moe_forward_reference(x.float(), layer, named, weights)
         assert error(out, expected) < 1.2 * BOUND[HALF]
         assert workspace.invalid_routes() == 1
-        makes_rows = sides == "one" and tokens <= (2 if limits == ONE else 1)
-        launches = {ONE: 2, THREE: 4, FIVE: 5}[limits]
-        assert memory.launches == launches - (makes_rows and limits != FIVE)
+        is_alone = sides == "one" and tokens <= limits[0]
+        assert memory.launches == (1 if is_alone else 4 if limits[1] else 5)
         check_guards(workspace)

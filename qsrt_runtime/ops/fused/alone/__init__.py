@@ -7,14 +7,25 @@ import torch
 from qsrt_runtime.format.manifest import SITU_BETA, SITU_LINEAR_BETA
 from qsrt_runtime.ops.fused.alone import ptx
 from qsrt_runtime.ops.fused.alone.kernel import alone_kernel
+from qsrt_runtime.ops.fused.ends.output import MAX_TOPK
 from qsrt_runtime.ops.fused.product import SHARED_BYTES, arithmetic_pairs, products, step
 from qsrt_runtime.ops.launch import dependent, labels
 from qsrt_runtime.ops.warps import check_shared
 from qsrt_runtime.weights import LayerWeights
-from qsrt_runtime.workspace import COLUMNS, Workspace
+from qsrt_runtime.workspace import ALONE_TOKENS, COLUMNS, Workspace
 
-receive = functools.cache(ptx.receive)
 MOST_PAIRS = 4  # of down's steps, for which a program makes rows that others make too
+receive = functools.cache(ptx.receive)
+
+
+def takes(layer: LayerWeights, topk_ids: torch.Tensor, programs: int) -> bool:
+    """Whether a call goes in one launch: of a token or two, whose rows fit into shared memory."""
+    (tokens, topk), geometry = topk_ids.shape, layer.geometry
+    if tokens > ALONE_TOKENS or topk > MAX_TOPK or not layer.traits.inputs:
+        return False
+    steps = -(-tokens * topk * -(-geometry.hidden // COLUMNS) * len(layer.slots) // 2 // programs)
+    middle = (steps + 6) // 4 * 512  # of the pairs that so many steps after one another can touch
+    return 2 * layer.traits.inputs * tokens * geometry.hidden + middle <= ptx.ROWS_BYTES
 
 
 def _most_parts(steps: int, unit: int) -> int:
@@ -24,7 +35,7 @@ def _most_parts(steps: int, unit: int) -> int:
 
 
 def division(hidden: int, held: int, routes: int, programs: int) -> dict[str, int | str]:
-    """How steps are divided between programs, and sums read; arguments of alone_kernel.
+    """How steps and rows are divided between programs, and sums read; arguments of alone_kernel.
 
     held: pairs of slots.
     """
@@ -34,7 +45,8 @@ def division(hidden: int, held: int, routes: int, programs: int) -> dict[str, in
     is_aligned = down_unit % 4 == 0 or 4 % down_unit == 0
     pairs = max(1, down_unit // 4) if is_aligned else (down_unit + 2) // 4 + 1  # at most
     spread = pairs > MOST_PAIRS
-    tiles = 1 if spread else 1 << min(pairs - 1, held - 1, 2).bit_length()
+    at_once = min(-(-routes * held // programs) if spread else pairs, held, 4)
+    tiles = 1 << (at_once - 1).bit_length()
     up_parts = -(-_most_parts(up_steps, up_unit) * tiles // 4)
     down_parts = _most_parts(down_steps, down_unit)
     return {
@@ -60,12 +72,12 @@ def alone(
     out: torch.Tensor,
     pdl: bool,
 ) -> None:
-    """Both products, the activation, and the sum, to out.
+    """Both products, the activation, and the sum, to out; for calls that `takes` says.
 
     x: [T, H].   topk_ids, topk_weights: [T, k].   out: [T, H].
     """
     geometry, experts = layer.geometry, layer.geometry.experts
-    tokens, topk = topk_ids.shape
+    (tokens, topk), is_bfloat16 = topk_ids.shape, out.dtype == torch.bfloat16
     held, programs = len(layer.slots) // 8, workspace.programs
     compiled = alone_kernel[(programs,)](
         x,
@@ -103,8 +115,8 @@ def alone(
         HAS_MAP=expert_map is not None,
         CHOICES=1 << (topk - 1).bit_length(),
         PROGRAMS=programs,
-        STEP=step(arithmetic_pairs(layer, topk_ids), out.dtype == torch.bfloat16, ptx.LABELS),
-        PRODUCTS=products(out.dtype == torch.bfloat16),
+        STEP=step(arithmetic_pairs(layer, topk_ids), is_bfloat16, ptx.LABELS),
+        PRODUCTS=products(is_bfloat16),
         PDL=pdl,
         **division(geometry.hidden, held, tokens * topk, programs),
         num_warps=32,

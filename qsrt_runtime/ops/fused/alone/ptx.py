@@ -1,10 +1,9 @@
-"""PTX of a call in one launch, whose programs hand each other sums.
+"""PTX of a call in one launch, whose programs hand each other sums, and rows of down.
 
-A sum stands beside the number of the call, in one word of 64 bits: who reads it sees at once whether
-it is there, without a barrier, a fence or a counter. Rows stay in shared memory, before the labels.
+A sum stands beside the number of the call, in one word of 64 bits, and so do two numbers of a row:
+who reads it sees by itself whether it is there, without a barrier, a fence or a counter. Rows that
+a program needs stay in shared memory, before the labels.
 """
-
-from collections.abc import Sequence
 
 from qsrt_runtime.ops.warps.ptx import LABELS as SHARED
 from qsrt_runtime.ops.warps.ptx import copy
@@ -31,7 +30,7 @@ _STORE_ROW = (
     "{{ .reg .pred p; .reg .b32 l,h; setp.ne.s32 p,$6,0; cvt.rn.{0}.f32 l,$3,$2; "
     "cvt.rn.{0}.f32 h,$5,$4; @p st.shared.b32 [$1],l; @p st.shared.b32 [$1+8],h; mov.u32 $0,0; }}"
 )
-STORE_ROW = {is_bfloat16: _STORE_ROW.format(("f16x2", "bf16x2")[is_bfloat16]) for is_bfloat16 in (0, 1)}
+STORE_HALVES, STORE_BFLOATS = _STORE_ROW.format("f16x2"), _STORE_ROW.format("bf16x2")
 
 
 def receive(columns: int, parts: int, stride: int) -> str:
@@ -43,25 +42,29 @@ def receive(columns: int, parts: int, stride: int) -> str:
     pointer, count, call = (f"${columns + i}" for i in range(3))
     words = [[f"w{part}{i}" for i in range(columns)] for part in range(parts)]
     every = [word for each in words for word in each]
-    body = [f"{{ .reg .pred p,{','.join(f'p{i}' for i in range(parts))}; .reg .b64 none,{','.join(every)};"]
-    body.append(".reg .b32 found,missing; .reg .f32 value;")
+    body = [f"{{ .reg .pred p,{','.join(f'p{part}' for part in range(parts))};"]
+    body.append(f".reg .b64 none,{','.join(every)}; .reg .b32 found,missing; .reg .f32 value;")
     body += [f"mov.f32 ${i},${columns + 3 + i};" for i in range(columns)]
     body.append(f"mov.b64 none,{{0,{call}}};")
-    for part in range(parts):
-        body.append(f"setp.gt.s32 p{part},{count},{part};")
-    body.append("waiting:")
+    body += [f"setp.gt.s32 p{part},{count},{part};" for part in range(parts)]
+    body.append("waiting: mov.b32 missing,0;")
+    body += [f"mov.b64 {word},none;" for word in every]
     for part, each in enumerate(words):
-        body += [f"mov.b64 {word},none;" for word in each]
         for i in range(0, columns, 2):
-            at = part * stride + 8 * i
-            body.append(f"@p{part} ld.relaxed.gpu.global.v2.b64 {{{each[i]},{each[i + 1]}}},[{pointer}+{at}];")
-    body.append("mov.b32 missing,0;")
+            two, at = ",".join(each[i : i + 2]), f"[{pointer}+{part * stride + 8 * i}]"
+            body.append(f"@p{part} ld.relaxed.gpu.global.v2.b64 {{{two}}},{at};")
     for word in every:
         body.append(f"mov.b64 {{value,found}},{word}; lop3.b32 missing,missing,found,{call},0xF6;")
     body.append("setp.ne.s32 p,missing,0; @p bra waiting;")
     for each in words:
-        body += [f"mov.b64 {{value,found}},{word}; add.f32 ${i},${i},value;" for i, word in enumerate(each)]
+        for i, word in enumerate(each):
+            body.append(f"mov.b64 {{value,found}},{word}; add.f32 ${i},${i},value;")
     return "\n".join([*body, "}"])
+
+
+def receive_operands(columns: int) -> str:
+    """Constraints of receive."""
+    return ",".join(["=&f"] * columns + ["l", "r", "r"] + ["f"] * columns)
 
 
 # Two words from [$2] when they are there, of the call $3; zeros where $4 is 0.
@@ -73,7 +76,7 @@ RECEIVE_WORDS = (
     "mov.b64 {$1,found},w1; lop3.b32 missing,missing,found,$3,0xF6; "
     "setp.ne.s32 p,missing,0; @p bra waiting; }"
 )
-PUT_WORDS = "{ st.shared.v2.b32 [$1],{$2,$3}; mov.u32 $0,0; }"
+PUT_WORDS = "{ .reg .pred p; setp.ne.s32 p,$4,0; @p st.shared.v2.b32 [$1],{$2,$3}; mov.u32 $0,0; }"
 # Four numbers as two words to [$1] and 16 bytes on, beside the call $6, unless $7 is 0.
 _SEND_ROW = (
     "{{ .reg .pred p; .reg .b32 l,h; .reg .b64 low,high; setp.ne.s32 p,$7,0; "
@@ -81,16 +84,4 @@ _SEND_ROW = (
     "@p st.relaxed.gpu.global.b64 [$1],low; @p st.relaxed.gpu.global.b64 [$1+16],high; "
     "mov.u32 $0,0; }}"
 )
-SEND_ROW = {
-    is_bfloat16: _SEND_ROW.format(("f16x2", "bf16x2")[is_bfloat16]) for is_bfloat16 in (0, 1)
-}
-
-
-def receive_operands(columns: int) -> str:
-    """Constraints of receive."""
-    return ",".join(["=&f"] * columns + ["l", "r", "r"] + ["f"] * columns)
-
-
-# Four floats to the labels' memory, $1 bytes on; and one from there.
-PUT = f"{{ st.shared.v4.f32 [$1+{LABELS}],{{$2,$3,$4,$5}}; mov.u32 $0,0; }}"
-GET = f"ld.shared.f32 $0,[$1+{LABELS}];"
+SEND_HALVES, SEND_BFLOATS = _SEND_ROW.format("f16x2"), _SEND_ROW.format("bf16x2")

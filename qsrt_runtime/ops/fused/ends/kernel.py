@@ -15,34 +15,12 @@ _GATE_UP, _GATE_UP_WORDS = tl.constexpr(ptx.sums(2)), tl.constexpr(ptx.sums_oper
 _GATE_UP_PARTS = tl.constexpr(ptx.PARTS[2])
 _ROTATE, _ROTATE_WORDS = tl.constexpr(ptx.rotate()), tl.constexpr(ptx.ROTATE_OPERANDS)
 _HALVES, _FLOATS = tl.constexpr(ptx.HALVES), tl.constexpr(ptx.FLOATS)
-_ARRIVE, _AWAIT = tl.constexpr(ptx.ARRIVE), tl.constexpr(ptx.AWAIT)
-
-
-@triton.jit
-def arrive(arrivals):
-    """Let programs that await others here read what this one wrote before."""
-    tl.debug_barrier()
-    tl.inline_asm_elementwise(
-        _ARRIVE, "=r,l,r", [arrivals, tl.arange(0, 1024)], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def await_others(arrivals, PROGRAMS: tl.constexpr):
-    """Have a warp wait until all programs have arrived."""
-    tl.inline_asm_elementwise(
-        _AWAIT,
-        "=&r,l,r",
-        [arrivals + tl.zeros((1024,), tl.int32), PROGRAMS],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
 def halves(pointer, there):
-    return tl.inline_asm_elementwise(
+    """Four float16 as two words, anything unless there; the pointer is aligned."""
+    low, high = tl.inline_asm_elementwise(
         _HALVES,
         "=r,=r,l,r",
         [pointer, there.to(tl.int32)],
@@ -50,11 +28,13 @@ def halves(pointer, there):
         is_pure=False,
         pack=1,
     )
+    return low, high
 
 
 @triton.jit
-def floats(low, high):
-    return tl.inline_asm_elementwise(
+def _floats(words):
+    low, high = words
+    a, b, c, d = tl.inline_asm_elementwise(
         _FLOATS,
         "=f,=f,=f,=f,r,r",
         [low, high],
@@ -62,6 +42,7 @@ def floats(low, high):
         is_pure=False,
         pack=1,
     )
+    return a, b, c, d
 
 
 @triton.jit
@@ -78,6 +59,37 @@ def rotate(a, b, c, d, lane):
 
 
 @triton.jit
+def activated(
+    g0, g1, g2, g3, h0, h1, h2, h3, gate, up, down, factor, activation, lane, BETA: tl.constexpr,
+    LINEAR_BETA: tl.constexpr,
+):  # fmt: skip
+    """A lane's four channels of a warp's row of down, from their sums of gate, g, and of up, h.
+
+    gate, up, down: halves of their scales.   factor: of the sums, with the norm.
+    """
+    g0, g1, g2, g3 = rotate(g0, g1, g2, g3, lane)
+    h0, h1, h2, h3 = rotate(h0, h1, h2, h3, lane)
+    s0, s1, s2, s3 = _floats(gate)
+    g0, g1, g2, g3 = g0 * s0 * factor, g1 * s1 * factor, g2 * s2 * factor, g3 * s3 * factor
+    s0, s1, s2, s3 = _floats(up)
+    h0, h1, h2, h3 = h0 * s0 * factor, h1 * s1 * factor, h2 * s2 * factor, h3 * s3 * factor
+    if activation == 1:
+        g0 = activate(g0, h0, True, BETA, LINEAR_BETA)
+        g1 = activate(g1, h1, True, BETA, LINEAR_BETA)
+        g2 = activate(g2, h2, True, BETA, LINEAR_BETA)
+        g3 = activate(g3, h3, True, BETA, LINEAR_BETA)
+    else:
+        g0 = activate(g0, h0, False, BETA, LINEAR_BETA)
+        g1 = activate(g1, h1, False, BETA, LINEAR_BETA)
+        g2 = activate(g2, h2, False, BETA, LINEAR_BETA)
+        g3 = activate(g3, h3, False, BETA, LINEAR_BETA)
+    s0, s1, s2, s3 = _floats(down)
+    g0, g1, g2, g3 = g0 * s0 * NORM, g1 * s1 * NORM, g2 * s2 * NORM, g3 * s3 * NORM
+    g0, g1, g2, g3 = rotate(g0, g1, g2, g3, lane)
+    return g0, g1, g2, g3
+
+
+@triton.jit
 def parts_of(
     partial, tile, place, column, there, num_tiles, STEPS: tl.constexpr, PROGRAMS: tl.constexpr
 ):  # fmt: skip
@@ -90,41 +102,6 @@ def parts_of(
     source = partial + ((first + tile) * PLACES + place).to(tl.int64) * COLUMNS + column
     aligned = (STEPS % unit == 0) | (unit % STEPS == 0)
     return source, count, (STEPS + tl.where(aligned, unit - 1, 2 * unit - 2)) // unit
-
-
-@triton.jit
-def make_rows(
-    x, scales, out, HIDDEN: tl.constexpr, SCALE_ROWS: tl.constexpr, INPUTS: tl.constexpr,
-    TOKENS: tl.constexpr,
-):  # fmt: skip
-    """Tokens rotated by the scales of gate and, where INPUTS is 2, of up; see prepare_kernel.
-
-    Every program makes all of them for itself.
-    """
-    thread = tl.arange(0, 1024)
-    warp, lane = thread >> 5, thread & 31
-    records: tl.constexpr = TOKENS * HIDDEN // 128
-    for start in tl.static_range(0, records, 32):
-        if start + warp_number() < records:
-            row = (start + warp) * 128  # of all tokens' channels
-            there = start + warp < records
-            for matrix in tl.static_range(0, INPUTS):
-                source = x + row + lane * 4
-                suh = scales + matrix * SCALE_ROWS * HIDDEN + row % HIDDEN + lane * 4
-                a = scaled(source, suh, there)
-                b = scaled(source + 1, suh + 1, there)
-                c = scaled(source + 2, suh + 2, there)
-                d = scaled(source + 3, suh + 3, there)
-                a, b, c, d = rotate(a, b, c, d, lane)
-                target = out + matrix * TOKENS * HIDDEN + row + (lane >> 2) * 16
-                _store(target, a, b, c, d, lane, there)
-    tl.debug_barrier()
-
-
-@triton.jit
-def scaled(x, suh, there):
-    value = tl.load(x, mask=there, other=0).to(tl.float32)
-    return value * tl.load(suh, mask=there, other=0).to(tl.float32) * NORM
 
 
 @triton.jit
@@ -190,18 +167,6 @@ def _records(position, end, block, rows, TILES: tl.constexpr, PAIRS: tl.constexp
 
 
 @triton.jit
-def busy_warps(position, end, rows, TILES: tl.constexpr, PAIRS: tl.constexpr):
-    """At most how many warps have a record of make_middle, one at least.
-
-    rows: of position's block.
-    """
-    steps: tl.constexpr = 4 * PAIRS
-    is_one_block = position % (TILES * steps) + end - position <= TILES * steps
-    pairs = tl.minimum((position % 4 + end - position + 3) // 4, PAIRS)
-    return tl.maximum(pairs * 2 * tl.where(is_one_block, rows, PLACES), 1)
-
-
-@triton.jit
 def make_middle(
     partial, slab, activations, weights, ids, expert_map, block_experts, block_routes, middle,
     position, end, num_blocks, expert, rows, activation, num_ids, num_experts,
@@ -257,9 +222,7 @@ def _record(
         route = tl.load(block_routes + block * PLACES + place, mask=there, other=0)
     local = slab.to(tl.pointer_type(tl.uint8)) + expert.to(tl.int64) * BUNDLE + 36 * HIDDEN
     local += (pair * 8 + (lane >> 2)).to(tl.int64) * SLOT_STRIDE + side * 32 + (lane & 3) * 8
-    gate, more_gate = halves(local, there)
-    up, more_up = halves(local + 64, there)
-    down, more_down = halves(local + 128, there)
+    gate, up, down = halves(local, there), halves(local + 64, there), halves(local + 128, there)
     factor = NORM
     if WEIGH:
         factor *= tl.load(weights + route, mask=there, other=0).to(tl.float32)
@@ -282,24 +245,8 @@ def _record(
         )  # fmt: skip
         source += _GATE_UP_PARTS * PLACES * COLUMNS
         number += _GATE_UP_PARTS
-    g0, g1, g2, g3 = rotate(g0, g1, g2, g3, lane)
-    h0, h1, h2, h3 = rotate(h0, h1, h2, h3, lane)
-    s0, s1, s2, s3 = floats(gate, more_gate)
-    g0, g1, g2, g3 = g0 * s0 * factor, g1 * s1 * factor, g2 * s2 * factor, g3 * s3 * factor
-    s0, s1, s2, s3 = floats(up, more_up)
-    h0, h1, h2, h3 = h0 * s0 * factor, h1 * s1 * factor, h2 * s2 * factor, h3 * s3 * factor
-    if activation == 1:
-        g0 = activate(g0, h0, True, BETA, LINEAR_BETA)
-        g1 = activate(g1, h1, True, BETA, LINEAR_BETA)
-        g2 = activate(g2, h2, True, BETA, LINEAR_BETA)
-        g3 = activate(g3, h3, True, BETA, LINEAR_BETA)
-    else:
-        g0 = activate(g0, h0, False, BETA, LINEAR_BETA)
-        g1 = activate(g1, h1, False, BETA, LINEAR_BETA)
-        g2 = activate(g2, h2, False, BETA, LINEAR_BETA)
-        g3 = activate(g3, h3, False, BETA, LINEAR_BETA)
-    s0, s1, s2, s3 = floats(down, more_down)
-    g0, g1, g2, g3 = g0 * s0 * NORM, g1 * s1 * NORM, g2 * s2 * NORM, g3 * s3 * NORM
-    g0, g1, g2, g3 = rotate(g0, g1, g2, g3, lane)
+    g0, g1, g2, g3 = activated(
+        g0, g1, g2, g3, h0, h1, h2, h3, gate, up, down, factor, activation, lane, BETA, LINEAR_BETA
+    )
     target = middle + route.to(tl.int64) * (256 * PAIRS) + pair * 256 + (lane >> 2) * 32
     _store(target + side * 16, g0, g1, g2, g3, lane, there)

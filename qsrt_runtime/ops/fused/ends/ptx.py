@@ -57,16 +57,6 @@ FLOATS = (
     "{ .reg .b16 h<4>; mov.b32 {h0,h1},$4; mov.b32 {h2,h3},$5; "
     "cvt.f32.f16 $0,h0; cvt.f32.f16 $1,h1; cvt.f32.f16 $2,h2; cvt.f32.f16 $3,h3; }"
 )
-# Four floats to the labels' memory, $1 bytes on; and one from there.
+# Four floats to where labels may have been, $1 bytes on; and one from there.
 PUT = f"{{ st.shared.v4.f32 [$1+{LABELS}],{{$2,$3,$4,$5}}; mov.u32 $0,0; }}"
 GET = f"ld.shared.f32 $0,[$1+{LABELS}];"
-# Thread 0 of a program tells [$1] that it is here.
-ARRIVE = (
-    "{ .reg .pred p; setp.ne.b32 p,$2,0; @p bra told; fence.acq_rel.gpu; "
-    "red.relaxed.gpu.global.add.u32 [$1],1; told: mov.u32 $0,0; }"
-)
-# Waits until $2 programs are.
-AWAIT = (
-    "{ .reg .pred p; waiting: ld.acquire.gpu.global.u32 $0,[$1]; setp.lt.u32 p,$0,$2; "
-    "@p bra waiting; }"
-)

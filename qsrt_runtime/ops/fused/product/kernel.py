@@ -18,7 +18,6 @@ from qsrt_runtime.ops.kernel import (
 from qsrt_runtime.ops.warps.kernel import (
     await_labels,
     copy_labels,
-    copy_more_labels,
     exchange,
     from_lane,
     load_words,
@@ -26,9 +25,8 @@ from qsrt_runtime.ops.warps.kernel import (
     share,
 )
 
-_ROW, _SHARED_ROW, _SEND = (
-    tl.constexpr(ptx.ROW), tl.constexpr(ptx.SHARED_ROW), tl.constexpr(ptx.SEND)
-)
+_ROW, _SHARED_ROW = tl.constexpr(ptx.ROW), tl.constexpr(ptx.SHARED_ROW)
+_SEND = tl.constexpr(ptx.SEND)
 _STEP_WORDS = tl.constexpr(ptx.operands(12))
 _PRODUCT_WORDS = tl.constexpr(ptx.operands(24))
 
@@ -299,10 +297,8 @@ def products(
             # A lane has the sums of the places 2 quarter and 2 quarter + 1.
             left = from_lane(route, (quarter * 8) & 31) >= 0
             right = from_lane(route, (quarter * 8 + 4) & 31) >= 0
-            sums = (
-                out + (tl.program_id(0) + tile).to(tl.int64) * (PLACES * COLUMNS) + strip * 16 + group
-            )
-            sums += 2 * quarter * COLUMNS
+            at = (tl.program_id(0) + tile).to(tl.int64) * PLACES + 2 * quarter
+            sums = out + at * COLUMNS + strip * 16 + group
             tl.store(sums, c0, mask=there & left)
             tl.store(sums + 8, c2, mask=there & left)
             tl.store(sums + COLUMNS, c1, mask=there & right)

@@ -13,9 +13,7 @@ from qsrt_runtime.ops.warps.ptx import LABELS, arithmetic, state
 WORDS = ("$4", "$5", "$6", "$7")  # the word before the group, and the group's three
 
 
-def _by_table(
-    number: int, target: str, words: Sequence[str] = WORDS, labels: int = LABELS
-) -> str:
+def _by_table(number: int, target: str, words: Sequence[str] = WORDS, labels: int = LABELS) -> str:
     """Weights number and number + 1, packed, from the labels in shared memory."""
     reads = [
         f"{state(words, place, number + i, 1)} and.b32 {place},{place},0x1FFFE; "

@@ -68,6 +68,34 @@ def output_inputs(
 
 
 @triton.jit
+def sum_choices(
+    a, b, c, d, out, start, num_items, HIDDEN: tl.constexpr, TOPK: tl.constexpr,
+    CHOICES: tl.constexpr, AT_ONCE: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """The sum of what CHOICES warps have of each item, 128 channels of a token, to out.
+
+    They meet in shared memory where labels may have been, which nobody may need any more.
+    """
+    thread = tl.arange(0, 1024)
+    groups: tl.constexpr = HIDDEN // 128
+    tl.inline_asm_elementwise(
+        _PUT, "=r,r,f,f,f,f", [thread * 16, a, b, c, d], dtype=tl.int32, is_pure=False, pack=1
+    )
+    tl.debug_barrier()
+    item = start + (thread >> 7) * PROGRAMS
+    there = (thread < AT_ONCE * 128) & (item < num_items)
+    first = (thread >> 7) * (CHOICES * 512) + (thread & 127) * 4
+    total = tl.zeros((1024,), tl.float32)
+    for other in tl.static_range(0, TOPK):
+        total += tl.inline_asm_elementwise(
+            _GET, "=f,r", [first + other * 512], dtype=tl.float32, is_pure=False, pack=1
+        )
+    target = out + (item // groups).to(tl.int64) * HIDDEN + item % groups * 128 + (thread & 127)
+    tl.store(target, total.to(out.dtype.element_ty), mask=there)
+    tl.debug_barrier()
+
+
+@triton.jit
 def make_output(
     partial, scales, weights, ids, expert_map, block_experts, route_places, out, inputs, num_tokens,
     num_blocks, num_ids, num_experts,
@@ -81,8 +109,7 @@ def make_output(
     the labels any more.   inputs: output_inputs from the program on.
     CHOICES: TOPK rounded up to a power of two, at most 32.   AT_ONCE: 32 // CHOICES, at most 8.
     """
-    thread = tl.arange(0, 1024)
-    lane = thread & 31
+    lane = tl.arange(0, 1024) & 31
     groups: tl.constexpr = HIDDEN // 128
     start = tl.program_id(0)
     source, parts, most, s0, s1, s2, s3 = inputs
@@ -103,21 +130,9 @@ def make_output(
                 done += _DOWN_PARTS
             a, b, c, d = rotate(a, b, c, d, lane)
             a, b, c, d = a * s0, b * s1, c * s2, d * s3
-        tl.inline_asm_elementwise(
-            _PUT, "=r,r,f,f,f,f", [thread * 16, a, b, c, d], dtype=tl.int32, is_pure=False, pack=1
+        sum_choices(
+            a, b, c, d, out, start, num_tokens * groups, HIDDEN, TOPK, CHOICES, AT_ONCE, PROGRAMS
         )
-        tl.debug_barrier()
-        item = start + (thread >> 7) * PROGRAMS
-        there = (thread < AT_ONCE * 128) & (item < num_tokens * groups)
-        first = (thread >> 7) * (CHOICES * 512) + (thread & 127) * 4
-        total = tl.zeros((1024,), tl.float32)
-        for other in tl.static_range(0, TOPK):
-            total += tl.inline_asm_elementwise(
-                _GET, "=f,r", [first + other * 512], dtype=tl.float32, is_pure=False, pack=1
-            )
-        target = out + (item // groups).to(tl.int64) * HIDDEN + item % groups * 128 + (thread & 127)
-        tl.store(target, total.to(out.dtype.element_ty), mask=there)
-        tl.debug_barrier()
         start += AT_ONCE * PROGRAMS
         if start < num_tokens * groups:
             source, parts, most, s0, s1, s2, s3 = output_inputs(
