@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+from qsrt_runtime.ops.fused.alone import ptx as alone_ptx
+from qsrt_runtime.ops.fused.product.quantized import ptx as quantized_ptx
+
 SHARED = {80: 101_376, 89: 101_376, 90: 232_448}  # bytes; for 80 what sm_86 has, the least of all
 
 ANY_GPU = ["prepare", "activate", "combine", "plain", "group", "expand"]
@@ -90,10 +93,13 @@ def test_fused_has_no_barriers_of_tritons(compiled, kernel):
     ],
 )
 def test_labels_have_shared_memory_to_themselves(compiled, kernel, labels, own, capability):
-    """They are put there behind Triton's back: nothing else may be stored there."""
+    """They are put there behind Triton's back, where the memory that a kernel itself sets aside ends:
+    nothing else may be stored there.
+    """
     found = compiled[kernel, capability]
     assert found["shared"] == labels
-    assert found["static"] in (None, 49152 if kernel in ALONE else 0)  # before the labels
+    begin = alone_ptx.LABELS if kernel in ALONE else quantized_ptx.LABELS[divmod(capability, 10)]
+    assert found["static"] in (None, begin)
     assert found["layouts"] == 0
     assert (
         found["stores"] == labels // 16384 + own
