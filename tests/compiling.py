@@ -270,7 +270,7 @@ KERNELS = {
                 **{"STEP": ptx.step(BY_ARITHMETIC[4], True, alone_ptx.LABELS)},
                 **{"PRODUCTS": PRODUCTS, **division(1024, 2, 16 * tokens, programs)},
             },
-            {"out": "*bf16"},
+            {"out": "*bf16", "ids": "*i64"},
             32,
         )
         for name, (tokens, programs) in ALONE.items()

@@ -198,6 +198,7 @@ def alone_kernel(
     """From the hidden states of a token or two to the output; every route is a block of its own.
 
     Arguments as those of the launches of the plain way.
+    counts: prepare's, which stands for its map, too, of which nothing is read.
     calls: [PROGRAMS], how many each program has ended.
     gate_up, down: [parts, COLUMNS, 2] int32, sums and the call that they are of, see ptx.
     PAIRS: of the layer, HELD of them here.   WEIGH: "input" or "output", what weights multiply.
@@ -219,7 +220,7 @@ def alone_kernel(
     position = program * UP_UNIT
     end = tl.minimum(position + UP_UNIT, total)
     expert, route, words, there, n1, n2, n3 = first_step(
-        slab, ids, expert_map, ids, ids, position, end, total, num_ids, num_experts, HIDDEN, BUNDLE,
+        slab, ids, expert_map, counts, counts, position, end, total, num_ids, num_experts, HIDDEN, BUNDLE,
         SLOT_STRIDE, HELD, HIDDEN // 64, False, UNIFORM, True, HAS_MAP,
     )  # fmt: skip
     copy_more_labels(labels, 4, 8, _COPY)
@@ -227,7 +228,7 @@ def alone_kernel(
     await_labels()
     rows_between: tl.constexpr = TOKENS if INPUTS == 2 else 0
     products(
-        _ROWS, slab, labels, codes, ids, expert_map, ids, ids, gate_up, layer, first_pair,
+        _ROWS, slab, labels, codes, ids, expert_map, counts, counts, gate_up, layer, first_pair,
         rows_between, num_ids, num_experts, position, end, total, expert, route, words, there, n1,
         n2, n3, call, HIDDEN, BUNDLE, SLOT_STRIDE, PAIRS, HELD, HIDDEN // 64, TOPK, False, UNIFORM,
         True, HAS_MAP, STEP, PRODUCTS, False, True,
@@ -237,7 +238,7 @@ def alone_kernel(
     position = program * DOWN_UNIT
     end = tl.minimum(position + DOWN_UNIT, down_total)
     expert, route, words, there, n1, n2, n3 = first_step(
-        slab, ids, expert_map, ids, ids, position, end, down_total, num_ids, num_experts, HIDDEN,
+        slab, ids, expert_map, counts, counts, position, end, down_total, num_ids, num_experts, HIDDEN,
         BUNDLE, SLOT_STRIDE, tiles, 4 * HELD, True, UNIFORM, True, HAS_MAP,
     )  # fmt: skip
     rows: tl.constexpr = _ROWS + 2 * INPUTS * TOKENS * HIDDEN
@@ -259,7 +260,7 @@ def alone_kernel(
         )  # fmt: skip
     tl.debug_barrier()
     products(
-        rows - position // 4 * 512, slab, labels, codes, ids, expert_map, ids, ids, down, layer,
+        rows - position // 4 * 512, slab, labels, codes, ids, expert_map, counts, counts, down, layer,
         first_pair, 0, num_ids, num_experts, position, end, down_total, expert, route, words, there,
         n1, n2, n3, call, HIDDEN, BUNDLE, SLOT_STRIDE, PAIRS, tiles, 4 * HELD, 1, True, UNIFORM,
         True, HAS_MAP, STEP, PRODUCTS, False, True,
