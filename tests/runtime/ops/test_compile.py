@@ -93,8 +93,8 @@ def test_fused_has_no_barriers_of_tritons(compiled, kernel):
     ],
 )
 def test_labels_have_shared_memory_to_themselves(compiled, kernel, labels, own, capability):
-    """They are put there behind Triton's back, where the memory that a kernel itself sets aside ends:
-    nothing else may be stored there.
+    """They are put there behind Triton's back, from where memory that a kernel sets aside by itself
+    ends: nothing else may be stored there.
     """
     found = compiled[kernel, capability]
     assert found["shared"] == labels

@@ -220,8 +220,8 @@ def alone_kernel(
     position = program * UP_UNIT
     end = tl.minimum(position + UP_UNIT, total)
     expert, route, words, there, n1, n2, n3 = first_step(
-        slab, ids, expert_map, counts, counts, position, end, total, num_ids, num_experts, HIDDEN, BUNDLE,
-        SLOT_STRIDE, HELD, HIDDEN // 64, False, UNIFORM, True, HAS_MAP,
+        slab, ids, expert_map, counts, counts, position, end, total, num_ids, num_experts, HIDDEN,
+        BUNDLE, SLOT_STRIDE, HELD, HIDDEN // 64, False, UNIFORM, True, HAS_MAP,
     )  # fmt: skip
     copy_more_labels(labels, 4, 8, _COPY)
     _make_rows(x, scales, inputs, HIDDEN, SCALE_ROWS, INPUTS, TOKENS, is_bfloat)
@@ -238,8 +238,8 @@ def alone_kernel(
     position = program * DOWN_UNIT
     end = tl.minimum(position + DOWN_UNIT, down_total)
     expert, route, words, there, n1, n2, n3 = first_step(
-        slab, ids, expert_map, counts, counts, position, end, down_total, num_ids, num_experts, HIDDEN,
-        BUNDLE, SLOT_STRIDE, tiles, 4 * HELD, True, UNIFORM, True, HAS_MAP,
+        slab, ids, expert_map, counts, counts, position, end, down_total, num_ids, num_experts,
+        HIDDEN, BUNDLE, SLOT_STRIDE, tiles, 4 * HELD, True, UNIFORM, True, HAS_MAP,
     )  # fmt: skip
     rows: tl.constexpr = _ROWS + 2 * INPUTS * TOKENS * HIDDEN
     if SPREAD:
@@ -260,8 +260,8 @@ def alone_kernel(
         )  # fmt: skip
     tl.debug_barrier()
     products(
-        rows - position // 4 * 512, slab, labels, codes, ids, expert_map, counts, counts, down, layer,
-        first_pair, 0, num_ids, num_experts, position, end, down_total, expert, route, words, there,
+        rows - position // 4 * 512, slab, labels, codes, ids, expert_map, counts, counts, down,
+        layer, first_pair, 0, num_ids, num_experts, position, end, down_total, expert, route, words, there,
         n1, n2, n3, call, HIDDEN, BUNDLE, SLOT_STRIDE, PAIRS, tiles, 4 * HELD, 1, True, UNIFORM,
         True, HAS_MAP, STEP, PRODUCTS, False, True,
     )  # fmt: skip
