@@ -262,8 +262,8 @@ def alone_kernel(
     products(
         rows - position // 4 * 512, slab, labels, codes, ids, expert_map, counts, counts, down,
         layer, first_pair, 0, num_ids, num_experts, position, end, down_total, expert, route, words,
-        there, n1, n2, n3, call, HIDDEN, BUNDLE, SLOT_STRIDE, PAIRS, tiles, 4 * HELD, 1, True, UNIFORM,
-        True, HAS_MAP, STEP, PRODUCTS, False, True,
+        there, n1, n2, n3, call, HIDDEN, BUNDLE, SLOT_STRIDE, PAIRS, tiles, 4 * HELD, 1, True,
+        UNIFORM, True, HAS_MAP, STEP, PRODUCTS, False, True,
     )  # fmt: skip
     tl.debug_barrier()
     _make_output(
