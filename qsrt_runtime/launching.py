@@ -28,10 +28,10 @@ def check_compiled(kernels: tuple[object, ...]) -> None:
 def ways(device: torch.device) -> tuple[bool, bool]:
     """Which way runs on a device: whether the products go by warps, and dependent launches.
 
-    By warps on sm_90, with inline PTX and labels in 128 KiB of shared memory, and in as few launches
-    as ops.fused.alone and ops.fused take; plain Triton under the interpreter and on every other GPU, but
-    for the products of expanded layers (label_gemm) and of quantized rows on sm_89
-    (moe_decode.a8_product). Dependent launches from sm_90 on.
+    By warps on sm_90, with inline PTX and labels in 128 KiB of shared memory, and in one or three
+    launches where ops.fused.alone or ops.fused takes a call; plain Triton under the interpreter and
+    on every other GPU, but for the products of expanded layers (label_gemm) and of quantized rows
+    on sm_89 (moe_decode.a8_product). Dependent launches from sm_90 on.
     """
     if device.type != "cuda" or torch.version.hip is not None:
         return False, False
