@@ -76,11 +76,11 @@ COMMON = {
     "PLACES": 8,
     "QUANTIZED": False,
 }
-# Tokens that are not grouped, pairs by arithmetic, stage.
+# Whether routes are blocks of their own, pairs by arithmetic, stage.
 FUSED = {
-    **{f"grouped_{i}": (0, BY_ARITHMETIC[4], i) for i in range(3)},
-    **{f"several_{i}": (0, BY_ARITHMETIC[5], i) for i in range(3)},
-    **{f"one_token_{i}": (1, BY_ARITHMETIC[4], i) for i in range(3)},
+    **{f"grouped_{i}": (False, BY_ARITHMETIC[4], i) for i in range(3)},
+    **{f"several_{i}": (False, BY_ARITHMETIC[5], i) for i in range(3)},
+    **{f"one_token_{i}": (True, BY_ARITHMETIC[4], i) for i in range(3)},
 }
 # Tokens and programs: of few programs each needs rows of many pairs, which all make then.
 ALONE = {"1": (1, 132), "2": (2, 132), "spread": (2, 8)}
@@ -279,8 +279,8 @@ KERNELS = {
         f"fused_{name}": (
             fused_kernel,
             {
-                **{"HELD": 2, "DIVISOR": 16, "CHOICES": 16, "UNIFORM": True, "TOKENS": tokens},
-                **{"STAGE": stage, "BY_ROUTE": not tokens},
+                **{"HELD": 2, "DIVISOR": 16, "CHOICES": 16, "UNIFORM": True, "SINGLE": single},
+                **{"STAGE": stage, "BY_ROUTE": not single},
                 **{"BETA": 4.0, "LINEAR_BETA": 25.0, "WEIGH": "output"},
                 **{"STEP": ptx.step(pairs, True), "PRODUCTS": PRODUCTS},
                 "LONG": name.startswith("several"),
@@ -288,7 +288,7 @@ KERNELS = {
             {"out": "*bf16", "middle": "*bf16", "gate_up": "*fp32", "down": "*fp32"},
             32,
         )
-        for name, (tokens, pairs, stage) in FUSED.items()
+        for name, (single, pairs, stage) in FUSED.items()
     },
 }
 

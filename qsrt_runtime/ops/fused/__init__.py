@@ -91,7 +91,7 @@ def fused(
             LINEAR_BETA=SITU_LINEAR_BETA,
             WEIGH="input" if weight_on_input else "output",
             UNIFORM=layer.traits.uniform,
-            TOKENS=tokens if tokens == 1 else 0,
+            SINGLE=tokens == 1,
             HAS_MAP=expert_map is not None,
             PROGRAMS=workspace.programs,
             STEP=step(arithmetic_pairs(layer, topk_ids), is_bfloat16),

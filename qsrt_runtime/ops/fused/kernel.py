@@ -63,7 +63,7 @@ def fused_kernel(
     LINEAR_BETA: tl.constexpr,
     WEIGH: tl.constexpr,
     UNIFORM: tl.constexpr,
-    TOKENS: tl.constexpr,
+    SINGLE: tl.constexpr,
     HAS_MAP: tl.constexpr,
     PROGRAMS: tl.constexpr,
     STEP: tl.constexpr,
@@ -77,7 +77,7 @@ def fused_kernel(
     Arguments as those of the launches of the plain way.
     gate_up, down: [parts, PLACES, COLUMNS] float32.   middle: [routes, 256 HELD].
     PAIRS: of the layer, HELD of them here.   WEIGH: "input" or "output", what weights multiply.
-    TOKENS: 1 where every route is a block of its own, else 0.
+    SINGLE: every route is a block of its own, as those of a single token are.
     STEP, PRODUCTS: ptx.step and ptx.products for x's type.
     LONG: as in products.
     STAGE: gate and up (0), down (1) or output (2).
@@ -85,8 +85,7 @@ def fused_kernel(
     copy_labels(labels, layer, 0, 8 if STAGE < 2 else 0)
     if STAGE == 0:
         wait_for_previous(PDL)
-    SINGLE: tl.constexpr = TOKENS > 0
-    num_blocks = TOKENS * TOPK
+    num_blocks = TOPK
     if not SINGLE:
         num_blocks = tl.load(counts)
     tiles: tl.constexpr = (HIDDEN + COLUMNS - 1) // COLUMNS

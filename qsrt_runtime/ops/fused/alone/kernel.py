@@ -213,7 +213,7 @@ def alone_kernel(
     copy_labels(labels, layer, 0, 4, _COPY)
     wait_for_previous(PDL)
     inputs = _load_inputs(x, scales, 0, HIDDEN, TOKENS)
-    call = tl.load(calls + program) + 1
+    call = tl.load(calls + program, cache_modifier=".cg") + 1  # beside others', of other SMs
     if program == PROGRAMS - 1:  # which has the least to do
         _count_invalid(ids, expert_map, counts, num_ids, num_experts, TOKENS * TOPK, HAS_MAP)
     total: tl.constexpr = TOKENS * TOPK * HELD * (HIDDEN // 64)

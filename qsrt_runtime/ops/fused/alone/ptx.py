@@ -1,8 +1,9 @@
 """PTX of a call in one launch, whose programs hand each other sums, and rows of down.
 
 A sum stands beside the number of the call, in one word of 64 bits, and so do two numbers of a row:
-who reads it sees by itself whether it is there, without a barrier, a fence or a counter. Rows that
-a program needs stay in shared memory, before the labels.
+who reads it sees by itself whether it is there, without a barrier, a fence or a counter. What is
+there from before has another number; they repeat after 2^32 calls. Rows that a program needs stay
+in shared memory, before the labels.
 """
 
 from qsrt_runtime.ops.warps.ptx import LABELS as SHARED
