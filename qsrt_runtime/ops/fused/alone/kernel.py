@@ -84,14 +84,14 @@ def _make_rows(
 @triton.jit
 def _make_output(
     sent, svh, weights, ids, expert_map, out, call, num_ids, num_experts, HIDDEN: tl.constexpr,
-    TILES: tl.constexpr, STEPS: tl.constexpr, UNIT: tl.constexpr,
-    TOPK: tl.constexpr, CHOICES: tl.constexpr, ITEMS: tl.constexpr, WEIGH: tl.constexpr,
-    HAS_MAP: tl.constexpr, RECEIVE: tl.constexpr, ROUNDS: tl.constexpr, PROGRAMS: tl.constexpr,
+    TILES: tl.constexpr, STEPS: tl.constexpr, UNIT: tl.constexpr, TOPK: tl.constexpr,
+    CHOICES: tl.constexpr, ITEMS: tl.constexpr, WEIGH: tl.constexpr, HAS_MAP: tl.constexpr,
+    RECEIVE: tl.constexpr, ROUNDS: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Each token's routes rotated, scaled and summed, to out; see combine_kernel.
 
     128 channels of a route to a warp; those of a token meet in shared memory, where nobody needs
-    the labels any more.   ITEMS: all tokens' groups of 128 channels.
+    rows any more.   ITEMS: all tokens' groups of 128 channels.
     CHOICES: TOPK rounded up to a power of two, at most 32.
     """
     at_once: tl.constexpr = 32 // CHOICES if CHOICES > 4 else 8
@@ -201,8 +201,10 @@ def alone_kernel(
     counts: prepare's, which stands for its map, too, of which nothing is read.
     calls: [PROGRAMS], how many each program has ended.
     gate_up, down: [parts, COLUMNS, 2] int32, sums and the call that they are of, see ptx.
+    middle: [routes, 128 HELD, 2] int32, two numbers of a row and the call, where SPREAD.
     PAIRS: of the layer, HELD of them here.   WEIGH: "input" or "output", what weights multiply.
-    TILES: of gate and up that _make_middle takes at once.
+    TILES: of gate and up that make_middle and spread_middle take at once.
+    SPREAD: rows of down are made once, for all programs; else each makes those that it needs.
     UP_UNIT, DOWN_UNIT: steps of a program.   UP_RECEIVE to DOWN_ROUNDS: ptx.receive, and how many.
     STEP, PRODUCTS: product.ptx.step and products for x's type.
     """
