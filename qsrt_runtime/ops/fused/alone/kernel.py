@@ -77,7 +77,7 @@ def _make_rows(
                 d = x3.to(tl.float32) * s3.to(tl.float32) * NORM
                 a, b, c, d = rotate(a, b, c, d, lane)
                 row = matrix * TOKENS * HIDDEN + start + (thread >> 5) * 128
-                at = _ROWS + 2 * (row + (lane >> 2) * 16)
+                at = (row + (lane >> 2) * 16) * 2 + _ROWS
                 store_row(at, a, b, c, d, lane, there, IS_BFLOAT)
 
 
@@ -262,7 +262,7 @@ def alone_kernel(
         )  # fmt: skip
     tl.debug_barrier()
     products(
-        rows - position // 4 * 512, slab, labels, codes, ids, expert_map, counts, counts, down,
+        position // 4 * -512 + rows, slab, labels, codes, ids, expert_map, counts, counts, down,
         layer, first_pair, 0, num_ids, num_experts, position, end, down_total, expert, route, words,
         there, n1, n2, n3, call, HIDDEN, BUNDLE, SLOT_STRIDE, PAIRS, tiles, 4 * HELD, 1, True,
         UNIFORM, True, HAS_MAP, STEP, PRODUCTS, False, True,

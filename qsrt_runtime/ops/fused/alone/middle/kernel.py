@@ -148,7 +148,7 @@ def make_middle(
         while done < count:
             _make_records(
                 sent, slab, weights, sent, call, block, expert, activation, start + done,
-                count - done, MIDDLE + (start + done - first) * 512, HIDDEN, BUNDLE, SLOT_STRIDE,
+                count - done, (start + done - first) * 512 + MIDDLE, HIDDEN, BUNDLE, SLOT_STRIDE,
                 PAIRS, BETA, LINEAR_BETA, WEIGH, UNIT, TILES, RECEIVE, ROUNDS, False, IS_BFLOAT,
             )  # fmt: skip
             done += TILES
@@ -206,6 +206,6 @@ def take_middle(
             dtype=(tl.int32, tl.int32), is_pure=False, pack=1,
         )  # fmt: skip
         tl.inline_asm_elementwise(
-            _PUT_WORDS, "=r,r,r,r,r", [MIDDLE + word * 4, a, b, there.to(tl.int32)],
+            _PUT_WORDS, "=r,r,r,r,r", [word * 4 + MIDDLE, a, b, there.to(tl.int32)],
             dtype=tl.int32, is_pure=False, pack=1,
         )  # fmt: skip
