@@ -78,11 +78,19 @@ def test_file_that_ends_too_early(tmp_path, device, rest):
         reading.read(tmp_path / "file", 10, 9991)
 
 
-def test_file_that_is_cut_after_it_was_opened(tmp_path):
+def test_file_that_is_cut_after_it_was_opened(tmp_path, monkeypatch):
+    """Before any thread reads, which may be at once."""
     (tmp_path / "file").write_bytes(bytes(9000))
+    original = os.open
+
+    def open_and_cut(path, *options):
+        file = original(path, *options)
+        os.truncate(path, 5000)
+        return file
+
+    monkeypatch.setattr(os, "open", open_and_cut)
     with pytest.raises(FormatError, match="file ends at byte 5000;"), Staging(CPU) as reading:
         reading.read(tmp_path / "file", 6000, 3000)
-        os.truncate(tmp_path / "file", 5000)
 
 
 def test_reads_that_bring_less_than_asked(tmp_path, monkeypatch, way):
